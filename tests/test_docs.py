@@ -26,7 +26,7 @@ from pulse_rl.cli.app import app
 from tests import ROOT, links, reference
 
 PAGES = [*ROOT.glob("*.md"), ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NOT_RUN = 14  # blocks of Python that only compile; each says why
+NOT_RUN = 15  # blocks of Python that only compile; each says why
 
 _PART = re.compile(r"<!-- (.*?) ?-->\n|^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}\S.*\n(?:\n?(?= {4}))?)+")

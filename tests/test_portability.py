@@ -23,9 +23,9 @@ for name in ("fcntl", "pwd", "resource"):
 for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:  # what vLLM and SkyRL load is imported where they are
-        loaded = name.startswith(("pulse_rl.integrations.vllm.", "pulse_rl.integrations.skyrl."))
-        if error.name not in ("fastapi", "vllm", "skyrl") or not loaded:
+    except ImportError as error:  # what loads a framework's own classes is imported where that is
+        frameworks = ("axolotl", "fastapi", "lightning", "skyrl", "vllm")
+        if not name.startswith("pulse_rl.integrations.") or error.name.split(".")[0] not in frameworks:
             raise
 
 import pulse_rl

@@ -375,6 +375,14 @@ def test_the_status_of_one_version(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "\nversions      1, version 0, the newest " in command(capsys, "status", tmp_path)[1]
 
 
+def test_status_shows_what_the_trainer_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publisher = pulse.Publisher(tmp_path)
+    for version, step in enumerate((10, 11, 7)):  # resumed from a checkpoint of step 6
+        publisher.publish({"w": np.zeros(4, np.float32)}, version=version, metadata={"step": step, "loss": 0.25})
+        assert pulse.status(tmp_path).metadata == {"step": step, "loss": 0.25}
+    assert "\nnoted of it   step 7, loss 0.25\n" in command(capsys, "status", tmp_path)[1]
+
+
 def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[Any, str, str]:
     with pytest.raises(SystemExit) as stop:
         main([*map(str, args)])

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import pulse_rl as pulse
-from pulse_rl.integrations.peft import adapter_weights, merged_weights
+from pulse_rl.integrations.peft import adapter_files, adapter_weights, merged_weights
 from pulse_rl.weights.layout import layout
 from tests.loco.ranks import Ranks, good
 from tests.weights.held import bits_of
@@ -75,29 +75,21 @@ def test_adapters_have_the_names_of_their_checkpoints(options: dict[str, Any], t
     assert bits(adapter_weights(torch.compile(model))) == bits(found)
 
 
-def test_workers_follow_adapters_in_place_and_their_anchor_loads(tmp_path: Path) -> None:
+def test_workers_follow_adapters_in_place_and_their_folders_load(tmp_path: Path) -> None:
     model, worker = adapted(1), adapted(2)
     store = pulse.open_store(tmp_path / "store")
     publisher, subscriber = pulse.Publisher(store), pulse.Subscriber(store)
-    model.peft_config["default"].save_pretrained(tmp_path / "config")
-    config = (tmp_path / "config" / "adapter_config.json").read_bytes()
     for version in range(3):
-        publisher.publish(
-            adapter_weights(model),
-            version=version,
-            assets={"adapter_config.json": config},
-        )
+        publisher.publish(adapter_weights(model), version=version, assets=adapter_files(model))
         assert subscriber.sync(adapter_weights(worker)).version == version
         assert bits(worker.state_dict()) == bits(model.state_dict())
+        (found,) = pulse.mirror(store, tmp_path / "folders", once=True)
+        assert sorted(file.name for file in found.folder.iterdir() if file.suffix == ".safetensors") == [
+            "adapter_model.safetensors"
+        ]
+        loaded = peft.PeftModel.from_pretrained(base(), found.folder)
+        assert bits(loaded.state_dict()) == bits(model.state_dict())
         change(model, seed=10 + version)
-        if version == 0:
-            (anchor,) = (tmp_path / "store" / "anchors").iterdir()
-            found = tmp_path / "adapter"
-            found.mkdir()
-            (found / "adapter_config.json").write_bytes((anchor / "adapter_config.json").read_bytes())
-            (found / "adapter_model.safetensors").write_bytes((anchor / "model.safetensors").read_bytes())
-            loaded = peft.PeftModel.from_pretrained(base(), found)
-            assert bits(loaded.state_dict()) == bits(adapted(1).state_dict())
 
 
 def send_adapters(group: Any, rank: int, size: int) -> list[Any]:

@@ -210,7 +210,7 @@ def test_a_failing_store_ends_the_training_or_is_a_warning(
         with caplog.at_level("WARNING"):
             run.train()
     assert published(pulse.open_store(store)) == [(n, pulse.digest(follower.states[n])) for n in (0, 1, 3, 4)]
-    said = [record.getMessage() for record in caplog.records if record.name.endswith("integrations.transformers")]
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("integrations.steps")]
     assert [text.partition(":")[0] for text in said] == ["step 2"]
 
 

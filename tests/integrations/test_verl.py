@@ -159,7 +159,7 @@ def test_rollout_workers_hold_the_trainers_weights_also_after_a_kill_and_a_resum
 
     # The store fails: all trainers say so, and so do rollout workers, which keep what they had.
     before = held(directory)
-    config = world.configuration(model, directory, **options, timeout=5)
+    config = world.configuration(model, directory, **options, timeout=20)
     manager.replicas = [world.replica(config, rank) for rank in range(WORKERS)]
     world.step(group, seed=4, vocabulary=VOCABULARY)
     patches = store / "patches"
@@ -168,9 +168,9 @@ def test_rollout_workers_hold_the_trainers_weights_also_after_a_kill_and_a_resum
     with pytest.raises(ray.exceptions.RayTaskError, match="StoreError"):
         manager.update_weights()
     workers = [worker for replica in manager.replicas for worker in replica.workers]
-    for worker in workers:
+    for waiting in [worker.update_weights.remote() for worker in workers]:
         with pytest.raises(TimeoutError):
-            ray.get(worker.update_weights.remote(), timeout=60)
+            ray.get(waiting, timeout=120)
     assert held(directory) == before
     patches.unlink()
     (tmp_path / "away").rename(patches)

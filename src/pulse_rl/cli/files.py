@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -299,14 +299,8 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
                 f"{v.reduction:,.1f} ×" if v.patch_nbytes else "–",
                 v.codec or "–",
                 nbytes(v.anchor_nbytes) if v.anchor_nbytes else "–",
-                *[_noted(v.metadata or {})] * noted,
+                *[output.noted(v.metadata or {})] * noted,
             )
             for v in info.versions
         ],
     )
-
-
-def _noted(metadata: dict[str, Any]) -> str:
-    """Of floats 15 digits, which a double holds: 0.1 + 0.2 is then 0.3."""
-    texts = (f"{name} {f'{value:.15g}' if isinstance(value, float) else value}" for name, value in metadata.items())
-    return ", ".join(texts) or "–"

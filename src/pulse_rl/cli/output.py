@@ -192,3 +192,9 @@ class _Watched:
     @property
     def extent(self) -> tuple[object, int, int]:
         return self._bits.extent
+
+
+def noted(metadata: Mapping[str, Any]) -> str:
+    """What a trainer has noted of a version. Of floats 15 digits, which a double holds: 0.1 + 0.2 is then 0.3."""
+    texts = (f"{name} {f'{value:.15g}' if isinstance(value, float) else value}" for name, value in metadata.items())
+    return printable(", ".join(texts)) or "–"

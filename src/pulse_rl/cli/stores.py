@@ -275,6 +275,8 @@ def _print_status(info: Status, alarms: tuple[Alarm, ...]) -> None:
     clock = "" if info.listing else " by the publisher's clock"
     versions = f"{oldest} to {info.newest}" if info.versions > 1 else f"version {info.newest}"
     lines["versions"] = f"{info.versions}, {versions}, the newest {_age(now - written)} ago{clock}"
+    if info.metadata:
+        lines["noted of it"] = output.noted(info.metadata)
     if info.listing and info.listing.interval_s is not None:
         lines["interval"] = f"{_seconds(info.listing.interval_s)}, the median between the last versions"
     lines["model"] = f"{info.elements:,} elements, {nbytes(info.full_nbytes)}"

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pulse_rl.checkpoint.files import files_of, open_checkpoint
-from pulse_rl.checkpoint.shards import INDEX, nbytes_of, write_zeros
+from pulse_rl.checkpoint.shards import INDEX, SINGLE, nbytes_of, write_zeros
 from pulse_rl.disk import check_room
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.folders.directory import Directory, FolderMark, write_mark
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 NAME = "v{version:08d}"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ class Mirror:
             report = subscriber.sync(weights, version=version)
             subscriber.verify(weights)
             assets = read_assets(subscriber.history, subscriber.history.find(version), before)
-            if "config.json" not in assets and before is None:
+            if ADAPTER_CONFIG in assets:
+                _name_as_adapter(part)
+            elif "config.json" not in assets and before is None:
                 log.warning("%s has no config.json: folders hold weights alone", subscriber.history.store.url)
             for name, data in assets.items():
                 (part / name).write_bytes(data)
@@ -158,6 +161,12 @@ class Mirror:
         self._directory.switch(version)
         self._directory.retain(self._keep)
         return report
+
+
+def _name_as_adapter(part: Path) -> None:
+    """Name weights as PEFT and engines look for them where they are those of an adapter."""
+    if (part / SINGLE).is_file():
+        (part / SINGLE).rename(part / f"adapter_{SINGLE}")
 
 
 def _copy_weights(source: Path, target: Path) -> None:
@@ -182,7 +191,8 @@ def mirror(
 ) -> Iterator[Mirrored]:
     """Keep a directory at the newest version of a history, as Hugging Face folders, for engines that load from disk.
 
-    Each version gets a new folder: safetensors, and the assets of the newest anchor (config.json, a tokenizer).
+    Each version gets a new folder: safetensors, and the assets of the newest anchor (config.json, a tokenizer). With an
+    adapter_config.json among them it is a folder of PEFT, whose weights are in adapter_model.safetensors.
     It appears whole, with its bits proved and on the disk, and `directory/current`, a symbolic link, then leads to it.
     From one version to the next only patches are read. A process that is killed at any moment leaves whole folders,
     and the next one continues from the newest that is proved to hold its version. Folders that something has altered

@@ -1,6 +1,9 @@
 """One file for each framework, imported by its users only. They adapt; they decide nothing.
 
+    steps         what callbacks share that publish after a trainer's steps
     transformers  callbacks for its Trainer, which publish the weights and measure their sparsity
+    lightning     the same callback for its Trainer
+    axolotl       a plug-in, which adds that callback
     fsdp          the shards of FSDP1's flat parameters
     deepspeed     the partitions of ZeRO stage 3
     megatron      a layout that is learned from the converter to Hugging Face's

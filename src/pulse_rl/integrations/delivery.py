@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,7 +76,12 @@ class EngineDelivery:
         self._until(self._engines.states)
 
     def send(
-        self, weights: Iterable[tuple[str, Any]], *, version: int | None = None, reset_caches: bool = True
+        self,
+        weights: Iterable[tuple[str, Any]],
+        *,
+        version: int | None = None,
+        reset_caches: bool = True,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Publish what is handed out, and bring all engines to it.
 
@@ -84,6 +89,7 @@ class EngineDelivery:
             weights: (name, whole tensor), one at a time. It is read to its end, also where something fails.
             version: Its version. Default: the one after the history's newest.
             reset_caches: Whether to drop cached keys and values, which old weights have made.
+            metadata: What is noted of it, as the trainer's own number for it.
 
         Raises:
             PulseError: The version could not be published, or an engine could not be brought to it.
@@ -91,7 +97,7 @@ class EngineDelivery:
         """
         handed = iter(weights)
         try:
-            self.published = self._publisher.publish(handed, version=version)
+            self.published = self._publisher.publish(handed, version=version, metadata=metadata)
         finally:
             drain(handed)
         self.applied = self._until(lambda: self._bring(reset_caches))

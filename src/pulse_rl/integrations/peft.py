@@ -1,6 +1,6 @@
 """Models with adapters of PEFT: the adapters alone, or what they make of the model, as weights to publish.
 
-    publisher.publish(adapter_weights(model), version=step)    # for workers with the same base model
+    publisher.publish(adapter_weights(model), version=step, assets=adapter_files(model))    # for the same base model
     publisher.publish(merged_weights(model), version=step)     # for workers that know no adapters
 
 `adapter_weights` is live memory, under the names of PEFT's own adapter checkpoints; workers sync it in place.
@@ -15,6 +15,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pulse_rl.errors import require
@@ -58,6 +60,21 @@ def adapter_weights(model: Any, *, adapter: str = "default", save_embedding_laye
             )
     names = own_names(model, found)
     return {names[name]: tensor for name, tensor in found.items()}
+
+
+def adapter_files(model: Any, *, adapter: str = "default") -> dict[str, bytes]:
+    """Give what an anchor of adapters needs beside them, so that PEFT and engines load it: adapter_config.json.
+
+    Args:
+        model: As in `adapter_weights`.
+        adapter: Which adapter.
+
+    Returns:
+        The file by its name, as `assets` of `publish` or of `PublishCallback`.
+    """
+    with TemporaryDirectory(prefix="pulse-rl-") as directory:
+        unwrap(model).peft_config[adapter].save_pretrained(directory)
+        return {file.name: file.read_bytes() for file in Path(directory).iterdir()}
 
 
 def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str, Any]:

@@ -7,7 +7,8 @@
 
 TRL hands out whole tensors, one at a time, on rank 0. Each sync is a version: it is published, staged by all engines
 while they generate, and then written, and TRL goes on when all hold it. TRL passes no version: they are counted, after
-the history's newest. The attributes that are used are those of TRL 1.16, which need not be imported here.
+the history's newest, and `trainer` lets the trainer's step be noted of each. The attributes that are used are those of
+TRL 1.16, which need not be imported here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ class PulseWeightTransfer(EngineDelivery):
         publisher: Likewise.
         pause: Likewise.
         timeout: Likewise.
+
+    Attributes:
+        trainer: None; or TRL's trainer, whose step is then noted of each version, as {"step": 12}.
     """
+
+    trainer: Any = None
 
     def init_weight_transfer(self) -> None:
         """Wait until all engines answer. TRL calls it when training begins.
@@ -57,7 +63,7 @@ class PulseWeightTransfer(EngineDelivery):
             PulseError: As `EngineDelivery.send`.
             TimeoutError: Likewise.
         """
-        self.send(iterator)
+        self.send(iterator, metadata=None if self.trainer is None else {"step": self.trainer.state.global_step})
 
     def destroy(self) -> None:
         """Close the publisher that this made. TRL calls it when training ends."""

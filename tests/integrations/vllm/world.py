@@ -127,10 +127,14 @@ class Server:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> dict[str, Any]:
+    def send(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         with urlopen(Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=timeout) as answer:
-            found: dict[str, Any] = json.load(answer)
+            found: bytes = answer.read()
+        return found
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.send(path, body, timeout))
         return found
 
     def complete(self, prompt: str, tokens: int = 16, **options: Any) -> tuple[str, list[float]]:

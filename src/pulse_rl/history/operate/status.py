@@ -27,7 +27,7 @@ from pulse_rl.errors import (
 )
 from pulse_rl.history import heartbeat
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.manifest import Manifest, Scalar, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.missing import find_missing
 from pulse_rl.history.operate.subscribers import SILENT_S, Limits, SubscriberInfo, Verdict, read_subscribers, worst
 from pulse_rl.history.operate.targets import open_history
@@ -116,6 +116,7 @@ class Status(msgspec.Struct, frozen=True):
         sequence: Its sequence number.
         digest: Its digest, 16 hex digits.
         created: When it was published, in seconds since 1970 by the publisher's clock.
+        metadata: What the trainer has noted of it, as its own step; None for nothing.
         elements: How many elements its weights have.
         full_nbytes: How many bytes they have.
         anchor_sequence: The sequence number of the newest anchor.
@@ -139,6 +140,7 @@ class Status(msgspec.Struct, frozen=True):
     sequence: int
     digest: str
     created: float
+    metadata: dict[str, Scalar] | None
     elements: int
     full_nbytes: int
     anchor_sequence: int
@@ -231,6 +233,7 @@ def status(
         sequence=newest.sequence,
         digest=newest.digest,
         created=newest.created,
+        metadata=newest.metadata,
         elements=newest.elements,
         full_nbytes=newest.full_nbytes,
         anchor_sequence=newest.anchor_sequence,

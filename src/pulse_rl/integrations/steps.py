@@ -1,0 +1,127 @@
+"""What the callbacks of training frameworks share: the weights are published when training begins, and after its steps.
+
+A version is the trainer's step, or that plus a constant, where the history has versions already; its metadata has the
+step itself. Every rank publishes where the ranks hold shares of the weights, else the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pulse_rl import Publisher, Store
+from pulse_rl.errors import PulseError, one_line
+from pulse_rl.group.collectives import default_place
+from pulse_rl.integrations.held import held, is_sharded
+from pulse_rl.kernels.cpu.beside import start_compiling
+from pulse_rl.logs import logger
+
+if TYPE_CHECKING:
+    import torch
+
+log = logger(__name__)
+
+
+class StepPublisher:
+    """Publishes the model of a training loop. The arguments are those of the callbacks.
+
+    scalars: of the last version, for the framework's log.
+    """
+
+    def __init__(
+        self,
+        store: Publisher | Store | str | Path,
+        *,
+        every: int = 1,
+        background: bool = True,
+        weights: Callable[[Any], Any] | None = None,
+        cast: str | torch.dtype | None = "bfloat16",
+        on_error: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every: expected at least 1 step, found {every}")
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error: expected 'raise' or 'warn', found {on_error!r}")
+        self._given = store
+        self._every, self._background = every, background
+        self._weights, self._cast, self._on_error = weights, cast, on_error
+        self._publisher: Publisher | None = None  # from the beginning to the end of training, where this one publishes
+        self._files: Mapping[str, bytes] = {}
+        self._offset: int | None = None  # a version minus its step; None while the newest version is not known
+        self.scalars: dict[str, float] = {}
+
+    def begin(self, model: Any, step: int, *, first: bool, files: Callable[[], Mapping[str, bytes]]) -> None:
+        """Publish the model before its first step.
+
+        first: whether this process is the first one, as the framework says. files: gives what anchors get.
+        """
+        place = default_place()  # Accelerate calls every rank the first one where it knows no device
+        first = place.rank == 0 if place else first
+        sharded = is_sharded(held(self._source(model)))
+        if isinstance(self._given, Publisher):
+            if sharded and not self._given.has_group:
+                raise ValueError(
+                    "publisher: expected one of all ranks, as each holds a share of the weights, found one without a "
+                    'group: give the store itself, or Publisher(…, group="world")'
+                )
+            self._publisher = self._given if first or self._given.has_group else None
+        elif first or sharded:
+            self._publisher = Publisher(self._given, cast=self._cast, group="world" if sharded else None)
+        self._offset = None
+        if self._publisher is None:
+            return
+        compiling = start_compiling()  # cold kernels took 20 s of the first step
+        self._files = files()
+        self._publish(model, step)
+        compiling.join()
+
+    def step(self, model: Any, step: int) -> None:
+        """Publish the model after a step, if it is its turn."""
+        if step % self._every == 0:
+            self._publish(model, step)
+
+    def end(self, model: Any, step: int) -> None:
+        """Publish the model after the last step, if it was not, and wait until all is committed."""
+        if step % self._every:
+            self._publish(model, step)
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            self._attempt(publisher.flush if publisher is self._given else publisher.close, step)
+
+    def _source(self, model: Any) -> Any:
+        return model if self._weights is None else self._weights(model)
+
+    def _publish(self, model: Any, step: int) -> None:
+        source = self._source(model)
+        weights = held(source)
+        if self._publisher is not None:
+            like = None if isinstance(source, Mapping) else source
+            self._attempt(lambda: self._put(self._publisher, weights, like, step), step)
+
+    def _put(self, publisher: Any, weights: Any, like: Any, step: int) -> None:
+        if self._offset is None:
+            newest = publisher.resume()
+            self._offset = 0 if newest is None else max(0, newest + 1 - step)
+        report = publisher.publish(
+            weights,
+            version=step + self._offset,
+            background=self._background,
+            assets=self._files,
+            metadata={"step": step},
+            like=like,
+        )
+        self.scalars = {
+            "pulse/version": report.version,
+            "pulse/payload_bytes": report.patch_nbytes,
+            "pulse/changed_ratio": report.density,
+            "pulse/publish_seconds": report.total_s,
+        }
+
+    def _attempt(self, work: Callable[[], object], step: int) -> None:
+        try:
+            work()
+        except PulseError as error:
+            if self._on_error == "raise":
+                raise
+            log.warning("step %d: a version was not published: %s", step, one_line(error))
