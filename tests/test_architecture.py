@@ -23,7 +23,7 @@ ROOMS = [
     {"log"},
     {"history"},
     {"sync", "loco"},
-    {"channel", "folders"},
+    {"folders"},
     {"html", "planner"},
     {"study"},
     {"engines"},
@@ -37,7 +37,7 @@ ROOMS = [
 ORDER = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 
 # The channel, and what uses it as a user would: by the names of `pulse_rl.__all__`.
-CHANNEL = {"checkpoint", "codecs", "patch", "store", "log", "history", "sync", "loco", "channel"}
+CHANNEL = {"checkpoint", "codecs", "patch", "store", "log", "history", "sync", "loco"}
 AROUND = {"integrations", "study", "watch", "flow", "cli"}
 # What they use from inside all the same, and why.
 INSIDE = {

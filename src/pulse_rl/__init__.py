@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from pulse_rl import study as study
     from pulse_rl import testing as testing
     from pulse_rl import watch as watch
-    from pulse_rl.channel.channel import Channel
-    from pulse_rl.channel.reports import ChannelReport
     from pulse_rl.errors import (
         BaseMismatchError,
         CannotListError,
@@ -64,6 +62,8 @@ if TYPE_CHECKING:
     from pulse_rl.planner import Plan, plan
     from pulse_rl.store.base import Store
     from pulse_rl.store.opening import open_store
+    from pulse_rl.sync.channel.channel import Channel
+    from pulse_rl.sync.channel.reports import ChannelReport
     from pulse_rl.sync.publish.publisher import Publisher
     from pulse_rl.sync.publish.report import PublishReport
     from pulse_rl.sync.subscribe.staging import Staged
@@ -79,8 +79,8 @@ _HOME = {
     "BaseMismatchError": "errors",
     "CannotListError": "errors",
     "CannotReadRangeError": "errors",
-    "Channel": "channel.channel",
-    "ChannelReport": "channel.reports",
+    "Channel": "sync.channel.channel",
+    "ChannelReport": "sync.channel.reports",
     "CheckpointFormatError": "errors",
     "CopyReport": "history.operate.copying",
     "DiLoCo": "loco.optimizer",

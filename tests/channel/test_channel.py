@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.channel.sparse import PartReader
+from pulse_rl.sync.channel.receiver import PartReader
 from tests.channel.world import BUCKET, bits, made, step, zeros
 from tests.loco.ranks import Ranks, good, running
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pulse_rl as pulse
-from pulse_rl.channel.dense import SpooledVersion
+from pulse_rl.sync.channel import receiver
 from tests.channel.world import BUCKET, after, bits, call, made, step, zeros
 from tests.group import world as group_world
 from tests.loco.ranks import Ranks, good, picklable, running
@@ -324,15 +324,15 @@ def no_room(group: Any, rank: int, size: int) -> Any:
     """A receiver's disk is full when it is sent all bits."""
     channel = channel_of(group)
     weights = made() if rank == 0 else zeros()
-    init = SpooledVersion.__init__
+    spool = receiver.spool  # type: ignore[attr-defined]
 
-    def full(self: Any, live: Any) -> None:
+    def full(live: Any) -> Any:
         raise OSError(28, "No space left on device", "/tmp")
 
     if rank == 1:
-        SpooledVersion.__init__ = full  # type: ignore[method-assign]
+        receiver.spool = full  # type: ignore[attr-defined]
     error = call(channel, rank, weights, 0)
-    SpooledVersion.__init__ = init  # type: ignore[method-assign]
+    receiver.spool = spool  # type: ignore[attr-defined]
     untouched = rank == 0 or not any(tensor.any() for tensor in weights.values())
     return error, untouched, channel.version, call(channel, rank, weights, 0).sent, bits(weights)
 
@@ -362,7 +362,7 @@ def interrupted(rank: int, size: int) -> Any:
         def stop(*_: Any) -> Any:
             raise KeyboardInterrupt
 
-        channel._steps.bulk = stop  # type: ignore
+        channel._exchange._bulk = stop  # type: ignore
         with pytest.raises(KeyboardInterrupt):
             channel.receive(weights)
         return channel.version, bits(weights)

@@ -40,7 +40,7 @@ def shares_of(weight: Any, held: list[list[tuple[slice, slice]]]) -> list[Share]
             pulse.Shard(weight[cut].copy(), shape=SHAPE, offset=tuple(along.start for along in cut)) for cut in cuts
         ]
         live.append(layout({"w": parts} if parts else {}))
-    plan = shares.make_plan([msgspec.json.decode(shares._describe(one), type=shares._Held) for one in live])
+    plan = shares.make_plan([msgspec.json.decode(shares._describe(one), type=shares.Description) for one in live])
     return [shares._assign(one, rank, plan) for rank, one in enumerate(live)]
 
 

@@ -15,7 +15,7 @@ from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import restore
-from pulse_rl.sync.shares import _Held, make_plan
+from pulse_rl.sync.shares import Description, make_plan
 from pulse_rl.weights.digests import digest
 from tests.loco.ranks import Ranks, good
 from tests.sync.shares import model, shares
@@ -315,7 +315,8 @@ def test_what_fails_on_one_rank_is_published_by_none(
 )
 def test_the_ranks_that_lack_a_tensor_are_named_where_most_have_it(boxes: list[list[int] | None], told: str) -> None:
     said = [
-        _Held([("w", "F32", (4,), [((at,), (1,)) for at in held])] if held is not None else [], {}) for held in boxes
+        Description([("w", "F32", (4,), [((at,), (1,)) for at in held])] if held is not None else [], {})
+        for held in boxes
     ]
     with pytest.raises(pulse.BaseMismatchError) as raised:
         make_plan(said)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.patch import table
-from pulse_rl.sync.shares import _Held, make_plan
+from pulse_rl.sync.shares import Description, make_plan
 from pulse_rl.weights import box_sets
 from pulse_rl.weights.box_sets import MAX_BOXES, BoxSet, cut_apart, disjoint, joined
 from pulse_rl.weights.boxes import Box, Shape, whole
@@ -119,7 +119,7 @@ def test_tens_of_thousands_of_boxes_are_planned_in_seconds(boxes: Any, other: st
     shape = tuple(max(a[d] + n[d] for a, n in boxes) for d in range(len(boxes[0][0])))
     held = [boxes[::2], boxes[1::2]] if other == "interleaved" else [boxes, [((0,) * len(shape), shape)]]
     start = time.process_time()
-    plan = make_plan([_Held([("w", "BF16", shape, each)], {}) for each in held])
+    plan = make_plan([Description([("w", "BF16", shape, each)], {}) for each in held])
     assert time.process_time() - start < 30
     assert sorted(part.box for part in plan.parts["w"]) == sorted(Box(*box) for box in boxes)
     holders = {part.holders for part in plan.parts["w"]}

@@ -32,6 +32,7 @@ from pulse_rl.patch.segments import Entry, Table
 from pulse_rl.patch.targets import boxes_of, holds
 from pulse_rl.store.base import Store
 from pulse_rl.store.ranges import read_range, read_ranges
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import disjoint
 from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import Layout, TensorSpec
@@ -126,7 +127,7 @@ def fetch_patch(store: Store, ref: PatchObject, limit: int, share: Layout | None
 
 def has_share(fetched: Fetched, share: Layout) -> bool:
     """Whether all was read that a share of the weights needs."""
-    return all(span.number in part.payloads for part in fetched.parts for span in _wanted(part, share))
+    return all(span.number in part.payloads for part in fetched.parts for span in wanted_spans(part, share))
 
 
 def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None) -> tuple[Patch, int]:
@@ -147,7 +148,7 @@ def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None
             expected=ref.head_blake3,
         )
     patch = patch_format.unpack_head(head, ref.nbytes, ref.name)
-    wanted = _wanted(patch, share)
+    wanted = wanted_spans(patch, share)
     payloads = read_ranges(store, ref.name, [(span.start, span.stop) for span in wanted], most=ref.nbytes)
     with translate(PatchFormatError, to=lambda reason: PatchFormatError(reason, source=ref.name)):
         read = patch.with_spans({span.number: data for span, data in zip(wanted, payloads, strict=True)})
@@ -158,7 +159,7 @@ def _fetch_whole(store: Store, ref: PatchObject, limit: int) -> tuple[Patch, int
     return patch_format.unpack(fetch(store, ref, limit), ref.name), ref.nbytes
 
 
-def _wanted(patch: Patch, share: Layout) -> list[patch_format.Span]:
+def wanted_spans(patch: Patch, share: Mapping[str, Bits]) -> list[patch_format.Span]:
     """The spans of a patch that change elements which this process holds."""
     tensors = [share.get(entry.name) for entry in patch.table]
     boxes = [None if tensor is None else boxes_of(tensor) for tensor in tensors]

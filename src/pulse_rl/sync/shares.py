@@ -37,11 +37,18 @@ PRINT_NBYTES = 12  # of a fingerprint, which tells two of the same ranks apart
 _Boxes: TypeAlias = list[tuple[Shape, Shape]]  # offset and sizes of each
 
 
-class _Held(msgspec.Struct):
+class Description(msgspec.Struct):
     """What one rank holds."""
 
     tensors: list[tuple[str, str, Shape, _Boxes]]  # name, dtype, shape, boxes
     tied: dict[str, str]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the rank holds parts of tensors."""
+        return any(
+            [Box(*box) for box in boxes] != [whole(shape)] for _, _, shape, boxes in self.tensors if whole(shape).size
+        )
 
 
 class OwnedBox(NamedTuple):
@@ -196,9 +203,8 @@ def share_of(
         )
     fingerprint = blake3(b"".join(found[:PRINT_NBYTES] for found in prints)).digest(PRINT_NBYTES)
     if known is None or any(found[PRINT_NBYTES:] != fingerprint for found in prints):
-        packed = ranks.gather("describe what the ranks hold", lambda: _packed(tensors), MAX_NBYTES)
-        said = [decode_json(decompress(data, MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
-        known = make_plan(said, fingerprint, ranks.numbers)
+        packed = ranks.gather("describe what the ranks hold", lambda: describe(tensors), MAX_NBYTES)
+        known = make_plan(described(packed), fingerprint, ranks.numbers)
     return _assign(tensors, ranks.rank, known)
 
 
@@ -225,16 +231,26 @@ def _describe(tensors: Layout) -> bytes:
         (name, bits.dtype, tuple(bits.shape), [(box.offset, box.sizes) for box, _, _ in pieces_of(bits) if box.size])
         for name, bits in tensors.items()
     ]
-    return msgspec.json.encode(_Held(rows, dict(sorted(tensors.tied.items()))))
+    return msgspec.json.encode(Description(rows, dict(sorted(tensors.tied.items()))))
+
+
+def describe(tensors: Layout) -> bytes:
+    """What this rank holds, for the other ranks."""
+    return zstandard.ZstdCompressor(3).compress(_describe(tensors))
+
+
+def described(packed: Sequence[bytes | memoryview]) -> list[Description]:
+    """What each rank holds, as they describe it. Equal descriptions are read once."""
+    read: dict[bytes, Description] = {}
+    for data in map(bytes, packed):
+        if data not in read:
+            read[data] = decode_json(decompress(memoryview(data), MAX_NBYTES, "a share"), Description, "a share")
+    return [read[bytes(data)] for data in packed]
 
 
 def share_by(plan: SharePlan, rank: int, tensors: Layout) -> Share:
-    """The share of a rank by a plan that stands."""
-    return _assign(tensors, rank, plan) if plan.parts else whole_share(tensors)
-
-
-def _packed(tensors: Layout) -> bytes:
-    return zstandard.ZstdCompressor(3).compress(_describe(tensors))
+    """The share of a rank by a plan that stands. rank: its place among those of the plan."""
+    return _assign(tensors, rank, plan)
 
 
 def whole_share(tensors: Layout) -> Share:
@@ -257,7 +273,7 @@ def taken(whole_tensors: Layout, own: Layout) -> Layout:
     return Layout(found, own.tied)
 
 
-def make_plan(said: "list[_Held]", fingerprint: bytes = b"", numbers: Sequence[int] = ()) -> SharePlan:
+def make_plan(said: Sequence[Description], fingerprint: bytes = b"", numbers: Sequence[int] = ()) -> SharePlan:
     """The plan from what each rank says that it holds. Raises BaseMismatchError or ExchangeError.
 
     numbers: of the ranks, in errors; () for their places in `said`.
@@ -311,7 +327,7 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"", numbers: Sequence[i
     return SharePlan({name: specs[name] for name in sorted(specs)}, parts, tied, fingerprint)
 
 
-def _elsewhere(name: str, said: "list[_Held]", numbers: Sequence[int]) -> str:
+def _elsewhere(name: str, said: Sequence[Description], numbers: Sequence[int]) -> str:
     """Which ranks lack a tensor that others have, or which have it, whichever are fewer; "" if all have it.
 
     A rank has a tensor of which it holds an empty shard.
@@ -403,10 +419,12 @@ def unequal_replicas(
     one, other = (decode_json(said[at], dict[str, int], "replicas") for at in (first, rank))
     names = [name for name in one if one[name] != other.get(name)]
     where = f" of {shown(names)}" if names else ""
+    numbers = [ranks.numbers[one] for one in (first, rank)]
+    all_of_them = ",".join(str(ranks.numbers[int(holder)]) for holder in holders.split(","))
     return ExchangeError(
-        f"ranks {first} and {rank} hold replicas of the same weights, with different bits{where}: expected equal ones "
-        f"on ranks {holders}",
-        ranks=(first, rank),
+        f"ranks {numbers[0]} and {numbers[1]} hold replicas of the same weights, with different bits{where}: expected "
+        f"equal ones on ranks {all_of_them}",
+        ranks=numbers,
     )
 
 

@@ -165,16 +165,17 @@ class Encoder:
         }
 
 
-def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn) -> Encoded:
+def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> Encoded:
     """A version as a copy of what each rank owns. A collective.
 
-    kept_on: where the copy is kept. Raises ExchangeError if replicas differ, ValueError as `check_parts`.
+    kept_on: where the copy is kept; None for none, so that the weights stand for it. Raises ExchangeError if replicas
+    differ, ValueError as `check_parts`.
     """
     start = time.perf_counter()
 
     def copy_mine() -> tuple[Layout, _Found]:
         check_parts(share)
-        copy = clone(share.own, share.own, kept_on)
+        copy = share.own if kept_on is None else clone(share.own, share.own, kept_on)
         counts = finite.count(copy)
         digest, spoilt = digests.state_digest(copy), next(iter(counts), "")
         return copy, _Found(0, digest, 0, share.replicas(ranks.rank), sum(counts.values()), spoilt)

@@ -38,12 +38,11 @@ class Restored:
         if live.shared:  # the tensors of all ranks were compared before they were read
             expected = {name: spec for name, spec in live.tensors.items() if name not in target.tied}
         self._live = resolve(expected, target.tied, live.memory, sides, everywhere=live.tensors)
-        _refuse_shared_memory(proved, self._live)
-        _refuse_overlaps(proved, self._live, directory)
+        refuse_clashes(proved, self._live, directory)
 
     def write(self) -> None:
         """Write every element that this rank holds."""
-        finish_despite_interrupt(lambda: _write_all(self._proved, self._live))
+        write_whole(self._proved, self._live)
 
     def check(self, ranks: Ranks, live: HeldWeights) -> None:
         """Count the live weights. A collective. Raises IntegrityError if they do not hold the version."""
@@ -55,6 +54,20 @@ class Restored:
                 expected=self.target.digest,
                 found=found,
             )
+
+
+def refuse_clashes(source: Layout, live: Mapping[str, Copies], directory: Path) -> None:
+    """Raise BaseMismatchError if live tensors share memory for which a version holds different bits.
+
+    directory: for files in which that is tried.
+    """
+    _refuse_shared_memory(source, live)
+    _refuse_overlaps(source, live, directory)
+
+
+def write_whole(source: Layout, live: Mapping[str, Copies]) -> None:
+    """Write every element of a version that live tensors hold. An interruption is raised after the last one."""
+    finish_despite_interrupt(lambda: _write_all(source, live))
 
 
 def _refuse_shared_memory(source: Layout, live: Mapping[str, Copies]) -> None:

@@ -1,37 +1,22 @@
-"""The verbs of a channel: send on the ranks that train, receive on all others, together.
-
-A call takes these steps, each of them on all ranks or on none:
-
-    meet      all say what they do and hold; who owns what is agreed where that is new
-    find      senders find and code their changes and prove them against their base; receivers whose version is not
-              known count their weights
-    bulk      in buckets: the changes to receivers that hold the base, all bits to those that do not
-    prove     receivers decode and prove; what the digests of an engine's ranks gain is added up
-    write     receivers write and read back, senders move their base
-    validate  where it is due: every bit is compared
-
-Until `write` no weight is touched. The steps are in `steps`.
-"""
+"""The verbs of a channel: send on the ranks that train, receive on all others, together."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pulse_rl import units
-from pulse_rl.channel.meeting import ChannelSettings
-from pulse_rl.channel.receiver import ChannelReceiver
-from pulse_rl.channel.reports import ChannelReport
-from pulse_rl.channel.sender import ChannelSender
-from pulse_rl.channel.sparse import Collected
-from pulse_rl.channel.steps import Steps
-from pulse_rl.channel.wire import Wire
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.codecs.choose import check as check_codec
 from pulse_rl.observers import tell
+from pulse_rl.sync.channel.exchange import Exchange
+from pulse_rl.sync.channel.receiver import ChannelReceiver
+from pulse_rl.sync.channel.reports import ChannelReport
+from pulse_rl.sync.channel.sender import ChannelSender, Collected
+from pulse_rl.sync.channel.sending import ChannelSettings
+from pulse_rl.sync.channel.wire import Wire
 from pulse_rl.sync.turn import ThreadTurn, in_turn
 from pulse_rl.weights.casts import cast_name
 
@@ -121,7 +106,13 @@ class Channel:
         if len(sources) == size and not self._settings.observe:
             raise ValueError(f"source: expected that some rank of {size} receives, found {source!r}")
         self._settings = msgspec.structs.replace(self._settings, source=tuple(sorted(sources)))
-        self._steps = Steps(self._wire, self._settings)
+        if self._wire.ranks.rank in sources:
+            self._sender.connect(self._wire.ranks.among(self._settings.source))
+        self._exchange = Exchange(self._wire, self._settings)
+
+    @property
+    def _end(self) -> ChannelSender | ChannelReceiver:
+        return self._sender if self._wire.ranks.rank in self._settings.source else self._receiver
 
     @in_turn
     def reconnect(self, group: dist.ProcessGroup | None = None, source: int | Sequence[int] = 0) -> None:
@@ -145,7 +136,7 @@ class Channel:
     @property
     def version(self) -> int | None:
         """The version that this rank's weights hold, proved, or that it sent last; None if that is not known."""
-        held = (self._sender if self._wire.ranks.rank in self._settings.source else self._receiver).held
+        held = self._end.held
         return held.version if held else None
 
     @in_turn
@@ -192,66 +183,7 @@ class Channel:
         return self._call(self._receiver, model, None)
 
     def _call(self, end: ChannelSender | ChannelReceiver, weights: Any, version: int | None) -> ChannelReport:
-        start, before = time.perf_counter(), self._wire.sent_nbytes
         with self._wire.ranks.collective():
-            tensors, meeting = self._steps.meet(end, weights, version)
-            standing, meeting = self._steps.agree(end, tensors, meeting)
-            self._wire.count_anew()
-            clock = time.perf_counter()
-            plan = self._steps.find(end, meeting, standing)
-            seconds = {"find_s": time.perf_counter() - clock, "encode_s": 0.0, "prove_s": 0.0}
-            if isinstance(end, ChannelSender):
-                seconds |= end.seconds
-            if not self._settings.observe:
-                self._steps.bulk(end, meeting, plan, standing)
-                clock = time.perf_counter()
-                self._steps.prove(end, meeting, plan, standing)
-                seconds["prove_s"] += time.perf_counter() - clock
-            exchange_s, buckets, launches = self._wire.bulk_s, self._wire.buckets, self._wire.launches
-            clock = time.perf_counter()
-            self._steps.write(end, plan)
-            seconds["write_s"] = time.perf_counter() - clock
-            clock = time.perf_counter()
-            every = self._settings.validate_every
-            validated = every > 0 and (meeting.sends + 1) % every == 0 and not self._settings.observe
-            if validated:
-                self._steps.validate(end, plan, standing)
-            seconds["validate_s"] = time.perf_counter() - clock
-        full_nbytes = sum(table.nbytes for table in self._steps.tables)
-        parts = [plan.found[rank] for rank in self._settings.source]
-        sparse_nbytes = sum(part.nbytes for part in parts)
-        payload_nbytes = full_nbytes if meeting.base is None else sparse_nbytes
-        sent_nbytes = sparse_nbytes if plan.sparse else 0
-        if plan.dense:
-            sent_nbytes += full_nbytes * (len(plan.dense) if plan.sparse else 1)
-        elements, changes = sum(table.elements for table in self._steps.tables), sum(part.changes for part in parts)
-        report = ChannelReport(
-            version=plan.target.version,
-            base=meeting.base.version if meeting.base else None,
-            digest=plan.target.digest,
-            sent="none" if self._settings.observe else plan.sent,
-            dense_ranks=() if self._settings.observe else plan.dense,
-            codec=",".join(sorted({part.codec for part in parts if part.codec})) or None,
-            codec_reason=end.reason if isinstance(end, ChannelSender) else None,
-            elements=elements,
-            changes=changes,
-            density=changes / elements if elements else 0.0,
-            full_nbytes=full_nbytes,
-            payload_nbytes=payload_nbytes,
-            sent_nbytes=0 if self._settings.observe else sent_nbytes,
-            exchanged_nbytes=self._wire.sent_nbytes - before,
-            reduction=full_nbytes / payload_nbytes if payload_nbytes else 1.0,
-            dense_tensors=sum(part.dense for part in parts),
-            sparse_tensors=sum(part.sparse for part in parts),
-            buckets=buckets,
-            bucket_nbytes=self._settings.bucket_nbytes,
-            launches=launches,
-            validated=validated,
-            observed=self._settings.observe,
-            payload=end.payload if isinstance(end, ChannelSender) else None,
-            exchange_s=exchange_s,
-            total_s=time.perf_counter() - start,
-            **seconds,
-        )
+            report = self._exchange.run(end, weights, version)
         tell(self, report)
         return report

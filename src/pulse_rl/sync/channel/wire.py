@@ -8,9 +8,9 @@ the buckets of the step, so that no other rank waits for it, and fails in the ne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,10 @@ WORDING = Wording(
 ENOUGH_NBYTES = 1 << 20  # with fewer bytes a broadcast's time says nothing about the bandwidth
 
 
+# Gives the next so many bytes, or takes a bucket of them.
+Flow: TypeAlias = Callable[[Any], Any]
+
+
 class Wire:
     """The ranks of a process group, and bulk between them. Making one is a collective of that group.
 
@@ -42,7 +46,7 @@ class Wire:
         self._bulk = Group.of(group, WORDING) if "nccl" in str(dist.get_backend(group)) else self._control
         self.ranks = Ranks(self._control)
         self.bucket_nbytes = bucket_nbytes
-        self.buckets = self.launches = 0  # messages of bulk, and the calls that carried them
+        self.buckets = 0  # messages of bulk
         self.bulk_s = 0.0
         self.bandwidth: float | None = None  # bits per second of the last broadcast that was long enough
 
@@ -53,49 +57,41 @@ class Wire:
 
     def count_anew(self) -> None:
         """Count bulk from here on."""
-        self.buckets = self.launches = 0
+        self.buckets = 0
         self.bulk_s = 0.0
 
-    def stream(
-        self, source: int, nbytes: int, produce: Callable[[int], Bytes], consume: Callable[[Bytes], object]
-    ) -> None:
+    def stream(self, source: int, nbytes: int, flow: Flow | None, to: Sequence[int] | None = None) -> None:
         """Send bytes of one rank to all others, bucket by bucket. A collective.
 
-        nbytes: known to all. produce: gives the next so many bytes, on the source. consume: takes a bucket elsewhere.
+        nbytes: known to all. flow: on the source, gives the next so many bytes; elsewhere takes a bucket. None: zeros
+        are given, what arrives is dropped. to: certain ranks only; then all ranks meet after each bucket, so that none
+        waits long.
         """
-        clock = time.perf_counter()
-        for size in self._sizes(nbytes):
-            found = self._broadcast(source, self._produced(source, produce, size))
-            self.buckets += 1
-            self.launches += 1
-            if self.ranks.rank != source:
-                self.ranks.attempt(partial(consume, found))
+        clock, me = time.perf_counter(), self.ranks.rank
+        for start in range(0, nbytes, self.bucket_nbytes):
+            size = min(self.bucket_nbytes, nbytes - start)
+            data = self._given(flow, size) if me == source else np.empty(0, np.uint8)
+            if to is None:
+                data = self._broadcast(source, data)
+                self.buckets += 1
+            else:
+                for rank in to if me == source else ():
+                    self._control.send(rank, data)
+                if me in to:
+                    data = self._control.receive(source, size)
+                self.buckets += len(to)
+            if me != source and flow is not None and len(data):
+                self.ranks.attempt(partial(flow, data))
+            if to is not None:
+                self._control.gather(b"", 0)
         seconds = time.perf_counter() - clock
         self.bulk_s += seconds
-        if nbytes >= ENOUGH_NBYTES:
+        if to is None and nbytes >= ENOUGH_NBYTES:
             self.bandwidth = 8 * nbytes / seconds
 
-    def stream_to(
-        self,
-        receivers: Sequence[int],
-        source: int,
-        nbytes: int,
-        produce: Callable[[int], Bytes],
-        consume: Callable[[Bytes], object],
-    ) -> None:
-        """The same to certain ranks only. A collective: after each bucket all ranks meet, so that none waits long."""
-        clock = time.perf_counter()
-        for size in self._sizes(nbytes):
-            if self.ranks.rank == source:
-                data = self._produced(source, produce, size)
-                for rank in receivers:
-                    self._control.send(rank, data)
-            elif self.ranks.rank in receivers:
-                self.ranks.attempt(partial(consume, self._control.receive(source, size)))
-            self.buckets += len(receivers)
-            self.launches += len(receivers)
-            self._control.gather(b"", 0)
-        self.bulk_s += time.perf_counter() - clock
+    def _given(self, flow: Flow | None, size: int) -> Bytes:
+        data: Bytes | None = self.ranks.attempt(partial(flow, size)) if flow is not None else None
+        return np.zeros(size, np.uint8) if data is None else data
 
     def _broadcast(self, source: int, data: Bytes) -> Bytes:
         try:
@@ -104,24 +100,20 @@ class Wire:
             self.ranks.leave(one_line(error))  # of the caller's group perhaps no other rank knows it
             raise
 
-    def _sizes(self, nbytes: int) -> Iterator[int]:
-        for start in range(0, nbytes, self.bucket_nbytes):
-            yield min(self.bucket_nbytes, nbytes - start)
 
-    def _produced(self, source: int, produce: Callable[[int], Bytes], size: int) -> Bytes:
-        if self.ranks.rank != source:
-            return np.empty(0, np.uint8)
-        data = self.ranks.attempt(lambda: produce(size))
-        return np.zeros(size, np.uint8) if data is None else data
-
-
-def giving(data: bytes | Bytes) -> Callable[[int], Bytes]:
-    """Give bytes, one after another."""
-    view, at = np.frombuffer(data, np.uint8), 0
+def giving(chunks: Iterable[Bytes]) -> Flow:
+    """Give the bytes of some arrays, one after another."""
+    rest, following = np.empty(0, np.uint8), iter(chunks)
 
     def take(size: int) -> Bytes:
-        nonlocal at
-        at += size
-        return view[at - size : at]
+        nonlocal rest
+        found, at = np.empty(size, np.uint8), 0
+        while at < size:
+            if not len(rest):
+                rest = next(following)
+            n = min(size - at, len(rest))
+            found[at : at + n], rest = rest[:n], rest[n:]
+            at += n
+        return found
 
     return take

@@ -1,0 +1,120 @@
+"""All bits of the weights, tile by tile: for a receiver that does not hold the base, and to compare every bit.
+
+A sender reads its own pieces and fills buckets. A receiver without the base collects them in a mapped temporary file,
+so that nothing is written to its weights before all of it is there and proved; one that compares keeps a tile.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from pulse_rl.disk import map_open_file
+from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
+from pulse_rl.group.collectives import Bytes
+from pulse_rl.patch.live import Copies
+from pulse_rl.patch.targets import Target, targets
+from pulse_rl.sync.shares import SharePlan
+from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.boxes import Box, tiles
+from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.pieces import Pieces, pieces_of, place_view
+
+
+class SentTile(NamedTuple):
+    """A part of one tensor, which is sent at once."""
+
+    name: str
+    box: Box
+
+
+def tiles_of(plan: SharePlan, owner: int) -> Iterator[SentTile]:
+    """The tiles of what a sender owns, in the order of sending."""
+    for name, parts in plan.parts.items():
+        for part in parts:
+            for tile in tiles(plan.tensors[name].shape, part.box) if part.owner == owner else ():
+                yield SentTile(name, tile.box)
+
+
+def owned_nbytes(plan: SharePlan, owner: int) -> int:
+    """Bytes of all bits that a sender owns."""
+    return sum(
+        part.box.size * ITEMSIZES[plan.tensors[name].dtype]
+        for name, parts in plan.parts.items()
+        for part in parts
+        if part.owner == owner
+    )
+
+
+def read_tiles(plan: SharePlan, owner: int, own: Layout) -> Iterator[Bytes]:
+    """All bits that a sender owns."""
+    for name, box in tiles_of(plan, owner):
+        bits = place_view(own[name], box)
+        yield np.ascontiguousarray(bits.read(0, bits.size)).view(np.uint8)
+
+
+class TileFeed:
+    """Puts a stream of bytes of one sender together into tiles again.
+
+    use: takes what live weights hold of a tile, and its bits, by tensor.
+    """
+
+    def __init__(
+        self,
+        plan: SharePlan,
+        owner: int,
+        live: Mapping[str, Copies],
+        use: Callable[[str, Target, UIntArray], None],
+    ) -> None:
+        self._plan, self._tiles, self._live, self._use = plan, tiles_of(plan, owner), live, use
+        self._data: Bytes = np.empty(0, np.uint8)  # of the tile at hand
+        self._filled = 0
+
+    def feed(self, data: Bytes) -> None:
+        """Take the next bytes."""
+        at = 0
+        while at < len(data):
+            if self._filled == len(self._data):
+                self._tile = next(self._tiles)
+                self._dtype = UINTS[ITEMSIZES[self._plan.tensors[self._tile.name].dtype]]
+                self._data, self._filled = np.empty(self._tile.box.size * self._dtype.itemsize, np.uint8), 0
+            n = min(len(data) - at, len(self._data) - self._filled)
+            self._data[self._filled : self._filled + n] = data[at : at + n]
+            self._filled += n
+            at += n
+            if self._filled == len(self._data):
+                self._spread(self._tile, self._data.view(self._dtype))
+
+    def _spread(self, tile: SentTile, bits: UIntArray) -> None:
+        for copy in self._live.get(tile.name, ()):
+            for target in targets(copy, tile.box):
+                part = bits if target.cut is None else bits.reshape(tile.box.sizes)[target.cut].reshape(-1)
+                self._use(tile.name, target, part)
+
+
+def spool(live: Mapping[str, Copies]) -> Layout:
+    """Room for a whole version in a temporary file, in the pieces of the live weights that are to hold it.
+
+    Raises OSError where there is none.
+    """
+    sizes = [piece.box.size * copies[0].itemsize for copies in live.values() for piece in pieces_of(copies[0])]
+    nbytes = sum(n + -n % 8 for n in sizes)
+    with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
+        os.ftruncate(file.fileno(), nbytes)
+        if nbytes and hasattr(os, "posix_fallocate"):  # not on macOS
+            # A full disk that is found by a write to mapped memory would end the process.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        memory = np.frombuffer(map_open_file(file, writable=True), np.uint8)
+    at = 0
+    found: dict[str, Bits] = {}
+    for name, copies in live.items():
+        tensor, pieces = copies[0], []
+        for piece in pieces_of(tensor):
+            array = np.ndarray(piece.box.sizes, UINTS[tensor.itemsize], memory, at)
+            pieces.append(piece._replace(bits=HostBits(tensor.dtype, array)))
+            at += array.nbytes + -array.nbytes % 8
+        whole = not isinstance(tensor, Pieces)
+        found[name] = pieces[0].bits if whole else Pieces(tensor.dtype, tensor.itemsize, tensor.shape, pieces)
+    return Layout(found)
