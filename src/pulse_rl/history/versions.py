@@ -34,10 +34,9 @@ from pulse_rl.log.beginning import read_first
 from pulse_rl.log.objects import numbered
 from pulse_rl.log.sealed import is_signed
 from pulse_rl.observers import tell
-from pulse_rl.store.base import ObjectInfo, Store, read_up_to
-from pulse_rl.store.cache import CachedStore
+from pulse_rl.store.base import ObjectInfo, Store, read_changed, read_up_to
 from pulse_rl.store.objects import ObjectStore
-from pulse_rl.store.patient import PatientStore, unwrapped
+from pulse_rl.store.patient import unwrapped
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -244,16 +243,12 @@ class Versions:
 
     def _is_still(self, sequence: int) -> bool:
         """Whether the store still holds the manifest that was read before."""
-        store, name = self.store, manifest_name(sequence)
         tag = self._tag[1] if self._tag[0] == sequence else None
         try:
-            if isinstance(store, ObjectStore | PatientStore | CachedStore):
-                found = store.read_changed(name, tag, MAX_MANIFEST_NBYTES)
-                if found is None:
-                    return True
-                data, tag = found
-            else:
-                data = read_up_to(store, name, MAX_MANIFEST_NBYTES)
+            found = read_changed(self.store, manifest_name(sequence), tag, MAX_MANIFEST_NBYTES)
+            if found is None:
+                return True
+            data, tag = found
             same = self._parse(sequence, data) == self._known.get(sequence)
         except (ObjectNotFoundError, IntegrityError, VersionSkewError):
             return False

@@ -5,7 +5,7 @@ name twice, except for `put` with mode="create", which decides who was first, an
 consists of: where a pruned history begins, and the heartbeats of subscribers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
 from pulse_rl.errors import StoreError
@@ -141,6 +141,17 @@ class RangedStore(Store, Protocol):
 def read_up_to(store: Store, name: str, limit: int) -> bytes:
     """Read an object of unknown size: all of it, or one byte more than the limit. Raises as `Store.stream`."""
     return bytes(up_to(store.stream(name), limit))
+
+
+def read_changed(store: Store, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
+    """Read an object unless it is still the one that it was: a request without a body where the store knows tags.
+
+    tag: what an earlier call has returned with the bytes; None reads it in any case. limit: as in `read_up_to`.
+    A store that has a method of this name reads it so; any other sends the object again. Returns the bytes and their
+    tag; None for an object of that tag. Raises as `Store.get`.
+    """
+    own: Callable[..., tuple[bytes, str | None] | None] | None = getattr(store, "read_changed", None)
+    return own(name, tag, limit) if own is not None else (read_up_to(store, name, limit), None)
 
 
 def has_bytes(store: Store, name: str, data: bytes) -> bool:

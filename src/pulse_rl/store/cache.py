@@ -27,7 +27,7 @@ from typing import Literal
 
 from pulse_rl.errors import IntegrityError, one_line
 from pulse_rl.logs import logger
-from pulse_rl.store.base import ObjectInfo, Store, read_up_to
+from pulse_rl.store.base import ObjectInfo, Store, read_changed
 from pulse_rl.store.cached_files import (
     BLOCK_NBYTES,
     CachedFile,
@@ -126,9 +126,8 @@ class CachedStore:
         return memoryview(data).toreadonly()
 
     def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
-        """As `ObjectStore.read_changed`: what can change is not in the cache."""
-        read = getattr(self.inner, "read_changed", None)
-        return read(name, tag, limit) if read is not None else (read_up_to(self.inner, name, limit), None)
+        """As `base.read_changed`: what can change is not in the cache."""
+        return read_changed(self.inner, name, tag, limit)
 
     def stream(self, name: str) -> Iterator[memoryview]:
         sent = 0

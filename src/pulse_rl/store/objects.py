@@ -120,11 +120,7 @@ class ObjectStore:
                 yield memoryview(part)
 
     def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
-        """Read an object unless it is still the one that it was: a request without a body where the store knows tags.
-
-        tag: what an earlier call has returned with the bytes; None reads it in any case. limit: as in `read_up_to`.
-        Returns the bytes and their tag; None for an object of that tag. Raises as `get`.
-        """
+        """As `base.read_changed`."""
         options: Any = {"if_none_match": tag} if tag else {}
         with self._translated("read", name):
             try:

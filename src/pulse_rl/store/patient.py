@@ -19,9 +19,8 @@ from typing import Literal, TypeVar
 
 from pulse_rl.errors import StoreError
 from pulse_rl.logs import logger
-from pulse_rl.store.base import ObjectInfo, Store, read_up_to
+from pulse_rl.store.base import ObjectInfo, Store, read_changed
 from pulse_rl.store.cache import CachedStore, uncached
-from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.ranges import read_range
 from pulse_rl.store.remote import CloudStore
 
@@ -110,11 +109,8 @@ class PatientStore:
         self._repeat(lambda: self.inner.delete(name))
 
     def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
-        """As `ObjectStore.read_changed`; a store that knows no tags sends the object again."""
-        if isinstance(self.inner, ObjectStore):
-            inner = self.inner
-            return self._repeat(lambda: inner.read_changed(name, tag, limit))
-        return read_up_to(self, name, limit), None
+        """As `base.read_changed`."""
+        return self._repeat(lambda: read_changed(self.inner, name, tag, limit))
 
     def stream(self, name: str) -> Iterator[memoryview]:
         received, began = 0, self._begin()
