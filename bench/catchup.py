@@ -13,7 +13,8 @@ import torch
 
 import pulse_rl as pulse
 from bench.roles import masters, step
-from pulse_rl.history.search import FaultLog, find_chain
+from pulse_rl.history.reading import FaultLog
+from pulse_rl.history.search import find_chain
 
 VERSIONS = 85
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 80, 128, 256)

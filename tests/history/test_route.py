@@ -17,7 +17,8 @@ from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import ObjectNotFoundError
 from pulse_rl.history.manifest import PatchObject, manifest_name, patch_name
 from pulse_rl.history.operate.verify import verify
-from pulse_rl.history.trail import PatchLink, State, Trail, cheapest, cost, decode_trail, state_of
+from pulse_rl.history.search import cheapest, cost
+from pulse_rl.history.trail import PatchLink, State, Trail, decode_trail, state_of
 from pulse_rl.log.objects import fetch, new_token
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.store.base import ObjectInfo, Store

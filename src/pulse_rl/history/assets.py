@@ -10,7 +10,8 @@ from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError, StoreError
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.search import FaultLog, find_anchors
+from pulse_rl.history.reading import FaultLog
+from pulse_rl.history.search import find_anchors
 from pulse_rl.log.objects import ObjectRef, fetch, refer
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S

@@ -15,6 +15,7 @@ from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, Stor
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch, has_share
 from pulse_rl.history.reading import Reading
+from pulse_rl.history.search import agree_on_chain
 from pulse_rl.history.trail import PatchLink, State
 from pulse_rl.log.objects import limit_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
@@ -93,7 +94,7 @@ def follow(
     """
     reading = landing.reading
     while held.sequence != target.sequence:
-        chain = chain or reading.find_chain(held, target)
+        chain = chain or agree_on_chain(reading, held, target)
         if chain is None:
             break
         with closing(_Ahead(landing, chain)) as ahead:

@@ -4,16 +4,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
 
+from pulse_rl.errors import IntegrityError, ObjectNotFoundError, PulseError, StoreError, VersionSkewError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.search import FaultLog, Faults, find_chain
-from pulse_rl.history.trail import PatchLink, State
 
 T = TypeVar("T")
 
@@ -40,6 +37,69 @@ class Effort:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
 
+class Faults(msgspec.Struct):
+    """What a FaultLog holds, as one process tells it to others."""
+
+    names: list[str]
+    messages: list[str]
+    damaged: bool
+    unreachable: bool
+    skew: str | None
+
+
+class FaultLog:
+    """What was wrong with a history during one operation, and which objects to avoid for the rest of it."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # objects to avoid
+        self.messages: list[str] = []
+        self.damaged = False  # whether any fault was more than an object that is missing or unreachable
+        self.unreachable = False  # whether an object could not be read for a reason of the store's
+        self.skew: VersionSkewError | None = None  # of the first object of a newer format
+
+    def add(self, name: str, error: PulseError) -> None:
+        """Report a fault of one object.
+
+        Raises the error where a second object cannot be read for a reason of the store's: then the store is
+        unreachable, and to try all its objects would take hours.
+        """
+        unreachable = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
+        if unreachable and self.unreachable:
+            raise error
+        self.unreachable |= unreachable
+        self.damaged |= not isinstance(error, StoreError)
+        if self.skew is None and isinstance(error, VersionSkewError):
+            self.skew = error
+        self.names.add(name)
+        self.note(str(error))
+
+    def note(self, message: str) -> None:
+        """Report what was wrong, in words, once."""
+        if message not in self.messages:
+            self.messages.append(message)
+
+    def failure(self, message: str, url: str) -> PulseError:
+        """The error of an operation that these faults have ended."""
+        if self.damaged:
+            return IntegrityError(message)
+        return (StoreError if self.unreachable else ObjectNotFoundError)(message, url=url)
+
+    def state(self) -> Faults:
+        """All that it holds."""
+        skew = str(self.skew) if self.skew is not None else None
+        return Faults(sorted(self.names), list(self.messages), self.damaged, self.unreachable, skew)
+
+    def take(self, faults: Faults) -> None:
+        """Hold what another process found too."""
+        self.names |= set(faults.names)
+        for message in faults.messages:
+            self.note(message)
+        self.damaged |= faults.damaged
+        self.unreachable |= faults.unreachable
+        if self.skew is None and faults.skew is not None:
+            self.skew = VersionSkewError(faults.skew)
+
+
 class _Led(msgspec.Struct, Generic[T]):
     """What one process has found for all, and what it found wrong on the way."""
 
@@ -61,11 +121,3 @@ class Reading:
         led = self.ranks.lead(what, lambda: _Led(work(), self.faults.state()), _Led[kind])  # type: ignore[valid-type]
         self.faults.take(led.faults)
         return led.found
-
-    def find_chain(self, held: State, target: Manifest, limit: int | None = None) -> list[PatchLink] | None:
-        """The cheapest chain of patches between two versions, as `search.find_chain` finds it.
-
-        A collective. Raises StoreError where the store is unreachable.
-        """
-        find = partial(find_chain, self.history, held.sequence, target, self.faults, limit)
-        return self.lead("find patches", find, list[PatchLink] | None)  # type: ignore[arg-type]

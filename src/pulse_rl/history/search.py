@@ -1,89 +1,21 @@
-"""The search for a route to a version: the patches and the anchors that lead there, and what is wrong with some.
+"""The search for a route to a version: the cheapest chain of patches that leads there, and the anchors to start from.
 
 Reads manifests and trails, never a patch or an anchor: whoever fetches those reports what is wrong with them to the
 same FaultLog, and searches again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 
-import msgspec
-
-from pulse_rl.errors import (
-    IntegrityError,
-    ObjectNotFoundError,
-    PulseError,
-    StoreError,
-    VersionNotFoundError,
-    VersionSkewError,
-)
+from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, VersionSkewError
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name
-from pulse_rl.history.trail import PatchLink, cheapest, cost, costs, link_of
+from pulse_rl.history.reading import FaultLog, Reading
+from pulse_rl.history.trail import PatchLink, State, link_of
 
 MOST_DAMAGED = 64  # manifests skipped in the search for an anchor
-
-
-class Faults(msgspec.Struct):
-    """What a FaultLog holds, as one process tells it to others."""
-
-    names: list[str]
-    messages: list[str]
-    damaged: bool
-    unreachable: bool
-    skew: str | None
-
-
-class FaultLog:
-    """What was wrong with a history during one operation, and which objects to avoid for the rest of it."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()  # objects to avoid
-        self.messages: list[str] = []
-        self.damaged = False  # whether any fault was more than an object that is missing or unreachable
-        self.unreachable = False  # whether an object could not be read for a reason of the store's
-        self.skew: VersionSkewError | None = None  # of the first object of a newer format
-
-    def add(self, name: str, error: PulseError) -> None:
-        """Report a fault of one object.
-
-        Raises the error where a second object cannot be read for a reason of the store's: then the store is
-        unreachable, and to try all its objects would take hours.
-        """
-        unreachable = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
-        if unreachable and self.unreachable:
-            raise error
-        self.unreachable |= unreachable
-        self.damaged |= not isinstance(error, StoreError)
-        if self.skew is None and isinstance(error, VersionSkewError):
-            self.skew = error
-        self.names.add(name)
-        self.note(str(error))
-
-    def note(self, message: str) -> None:
-        """Report what was wrong, in words, once."""
-        if message not in self.messages:
-            self.messages.append(message)
-
-    def failure(self, message: str, url: str) -> PulseError:
-        """The error of an operation that these faults have ended."""
-        if self.damaged:
-            return IntegrityError(message)
-        return (StoreError if self.unreachable else ObjectNotFoundError)(message, url=url)
-
-    def state(self) -> Faults:
-        """All that it holds."""
-        skew = str(self.skew) if self.skew is not None else None
-        return Faults(sorted(self.names), list(self.messages), self.damaged, self.unreachable, skew)
-
-    def take(self, faults: Faults) -> None:
-        """Hold what another process found too."""
-        self.names |= set(faults.names)
-        for message in faults.messages:
-            self.note(message)
-        self.damaged |= faults.damaged
-        self.unreachable |= faults.unreachable
-        if self.skew is None and faults.skew is not None:
-            self.skew = VersionSkewError(faults.skew)
+# What one more object costs on top of its bytes: its request and a round trip. Small, so that bytes decide.
+REQUEST_NBYTES = 4096
 
 
 def check_line(history: History, manifest: Manifest, faults: FaultLog) -> None:
@@ -145,6 +77,12 @@ def find_chain(
     return None if chain is None or (limit is not None and cost(chain) >= limit) else chain
 
 
+def agree_on_chain(reading: Reading, held: State, target: Manifest, limit: int | None = None) -> list[PatchLink] | None:
+    """As `find_chain`, for all ranks. A collective. Raises StoreError where the store is unreachable."""
+    find = partial(find_chain, reading.history, held.sequence, target, reading.faults, limit)
+    return reading.lead("find patches", find, list[PatchLink] | None)  # type: ignore[arg-type]
+
+
 def _first_sound(history: History, places: list[int], target: Manifest, faults: FaultLog) -> Manifest | None:
     """The first manifest at these places that can be read and is of the target's history; None without one."""
     for place in places:
@@ -198,3 +136,48 @@ def find_anchors(history: History, target: Manifest, faults: FaultLog) -> Iterat
         if promised:
             faults.note(f"version {manifest.version} has no anchor, although another manifest says so")
         sequence, promised = manifest.anchor_sequence, True
+
+
+def costs(links: Iterable[PatchLink], goal: int, avoid: Collection[str] = ()) -> dict[int, int]:
+    """What the cheapest chain to a sequence number costs, by the sequence number that it starts from; bytes.
+
+    avoid: names of patches not to use. A sequence number from which no chain leads there is left out.
+    """
+    return _shortest(links, goal, avoid)[0]
+
+
+def cheapest(links: Iterable[PatchLink], start: int, goal: int) -> list[PatchLink] | None:
+    """The chain of links with the fewest bytes between two sequence numbers; None if the links do not connect them."""
+    nbytes, first_link = _shortest(links, goal)
+    if start not in nbytes:
+        return None
+    chain: list[PatchLink] = []
+    while start != goal:
+        chain.append(first_link[start])
+        start = chain[-1].to.sequence
+    return chain
+
+
+def cost(chain: Sequence[PatchLink]) -> int:
+    """What a chain costs: the bytes of its patches and of the requests for them."""
+    return sum(map(_cost, chain))
+
+
+def _cost(link: PatchLink) -> int:
+    return link.ref.total_nbytes + REQUEST_NBYTES * (1 + link.ref.parts)
+
+
+def _shortest(
+    links: Iterable[PatchLink], goal: int, avoid: Collection[str] = ()
+) -> tuple[dict[int, int], dict[int, PatchLink]]:
+    """The shortest paths to a goal: the cost from each sequence number that has one, and the first link of each."""
+    nbytes: dict[int, int] = {goal: 0}
+    first_link: dict[int, PatchLink] = {}
+    # All links lead forward. From the goal backwards, the cost of a link's end is final when the link is looked at.
+    for link in sorted(links, key=lambda link: (-link.to.sequence, -link.base_sequence)):
+        if link.to.sequence in nbytes and link.ref.name not in avoid:
+            total = nbytes[link.to.sequence] + _cost(link)
+            base = link.base_sequence
+            if base not in nbytes or total < nbytes[base]:
+                nbytes[base], first_link[base] = total, link
+    return nbytes, first_link

@@ -1,15 +1,15 @@
-"""Links and trails: which patches lead from version to version, and the cheapest chain of them.
+"""Links and trails: which patches lead from version to version.
 
 Besides the patch from each version to the next there are skip patches, over 4, 16 and 64 versions. Both ends of a
 skip patch are sequence numbers that its span divides. So any version can be reached from any older one by at most
 three patches of each span but the longest on the way up, as many on the way down, and patches of the longest between.
 
 A trail is one small object that lists the patches between the last versions, and the longer ones further back. A
-subscriber that has slept reads it instead of every manifest in between. `search` reads trails from a store; here they
-are only decoded, extended and encoded.
+subscriber that has slept reads it instead of every manifest in between. `search` reads trails from a store and finds
+the cheapest chain; here they are only decoded, extended and encoded.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -23,8 +23,6 @@ from pulse_rl.history.manifest import FORMAT, Manifest, PatchObject, parts_name,
 REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span: how many versions back a trail lists such patches
 SPANS = tuple(span for span in REACH if span > 1)  # of skip patches; each divides the next
 MAX_TRAIL_NBYTES = 1 << 20
-# What one more object costs on top of its bytes: its request and a round trip. Small, so that bytes decide.
-REQUEST_NBYTES = 4096
 
 
 class State(NamedTuple):
@@ -183,48 +181,3 @@ def decode_trail(data: bytes | bytearray, manifest: Manifest, where: str) -> Tra
     ):
         raise IntegrityError(f"{where} is not a trail to version {manifest.version}", name=name)
     return trail
-
-
-def costs(links: Iterable[PatchLink], goal: int, avoid: Collection[str] = ()) -> dict[int, int]:
-    """What the cheapest chain to a sequence number costs, by the sequence number that it starts from; bytes.
-
-    avoid: names of patches not to use. A sequence number from which no chain leads there is left out.
-    """
-    return _shortest(links, goal, avoid)[0]
-
-
-def cheapest(links: Iterable[PatchLink], start: int, goal: int) -> list[PatchLink] | None:
-    """The chain of links with the fewest bytes between two sequence numbers; None if the links do not connect them."""
-    nbytes, first_link = _shortest(links, goal)
-    if start not in nbytes:
-        return None
-    chain: list[PatchLink] = []
-    while start != goal:
-        chain.append(first_link[start])
-        start = chain[-1].to.sequence
-    return chain
-
-
-def cost(chain: Sequence[PatchLink]) -> int:
-    """What a chain costs: the bytes of its patches and of the requests for them."""
-    return sum(map(_cost, chain))
-
-
-def _cost(link: PatchLink) -> int:
-    return link.ref.total_nbytes + REQUEST_NBYTES * (1 + link.ref.parts)
-
-
-def _shortest(
-    links: Iterable[PatchLink], goal: int, avoid: Collection[str] = ()
-) -> tuple[dict[int, int], dict[int, PatchLink]]:
-    """The shortest paths to a goal: the cost from each sequence number that has one, and the first link of each."""
-    nbytes: dict[int, int] = {goal: 0}
-    first_link: dict[int, PatchLink] = {}
-    # All links lead forward. From the goal backwards, the cost of a link's end is final when the link is looked at.
-    for link in sorted(links, key=lambda link: (-link.to.sequence, -link.base_sequence)):
-        if link.to.sequence in nbytes and link.ref.name not in avoid:
-            total = nbytes[link.to.sequence] + _cost(link)
-            base = link.base_sequence
-            if base not in nbytes or total < nbytes[base]:
-                nbytes[base], first_link[base] = total, link
-    return nbytes, first_link

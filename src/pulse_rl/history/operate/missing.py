@@ -9,8 +9,9 @@ from itertools import islice
 from pulse_rl.errors import shown
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, part_name
-from pulse_rl.history.search import FaultLog, find_anchors, find_links
-from pulse_rl.history.trail import PatchLink, cheapest
+from pulse_rl.history.reading import FaultLog
+from pulse_rl.history.search import cheapest, find_anchors, find_links
+from pulse_rl.history.trail import PatchLink
 from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import ObjectInfo
 

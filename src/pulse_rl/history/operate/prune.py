@@ -25,7 +25,8 @@ from pulse_rl.history import heartbeat
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.unfinished import delete_partial, partial_uploads
-from pulse_rl.history.search import FaultLog, find_anchors
+from pulse_rl.history.reading import FaultLog
+from pulse_rl.history.search import find_anchors
 from pulse_rl.log.beginning import FIRST, begin_at, encode_first
 from pulse_rl.log.objects import numbered
 from pulse_rl.store.base import ObjectInfo

@@ -29,7 +29,8 @@ from pulse_rl.history.manifest import Manifest, check_same_history, manifest_nam
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
 from pulse_rl.history.reading import Effort, Reading
 from pulse_rl.history.restore import load_anchor, restore
-from pulse_rl.history.trail import PatchLink, costs, link_of, state_of
+from pulse_rl.history.search import costs
+from pulse_rl.history.trail import PatchLink, link_of, state_of
 from pulse_rl.log.beginning import FIRST
 from pulse_rl.log.objects import limit_of
 from pulse_rl.parallel import ordered_map

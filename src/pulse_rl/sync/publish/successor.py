@@ -18,7 +18,8 @@ from pulse_rl.checkpoint.shards import plan_shards
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import FORMAT, MAX_MANIFEST_NBYTES, Manifest, Scalar, manifest_name
-from pulse_rl.history.search import FaultLog, check_line
+from pulse_rl.history.reading import FaultLog
+from pulse_rl.history.search import check_line
 from pulse_rl.log.objects import new_token
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.segments import Entry

@@ -28,8 +28,8 @@ from pulse_rl.history.follow import follow
 from pulse_rl.history.manifest import Manifest, Scalar, check_same_history
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
-from pulse_rl.history.search import check_line
-from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
+from pulse_rl.history.search import REQUEST_NBYTES, agree_on_chain, check_line
+from pulse_rl.history.trail import State, state_of
 from pulse_rl.observers import tell
 from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.landings import Keeping, ShareLanding, Writing
@@ -232,7 +232,7 @@ class Sync:
         Returns how far they led; None if these are not the weights that were proved before.
         """
         reading, target = self.reading, self.target
-        chain = reading.find_chain(held, target, target.full_nbytes + REQUEST_NBYTES)
+        chain = agree_on_chain(reading, held, target, target.full_nbytes + REQUEST_NBYTES)
         if chain is None:
             return held
         try:
