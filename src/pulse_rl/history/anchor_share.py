@@ -104,7 +104,7 @@ def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
     return fetch_patch(history.store, manifest.patch, limit_of(manifest.full_nbytes)).by_name()
 
 
-def names_beside(reading: Reading, manifest: Manifest, ties: Mapping[str, str]) -> list[str] | None:
+def names_where_ties_differ(reading: Reading, manifest: Manifest, ties: Mapping[str, str]) -> list[str] | None:
     """The names of a version's tensors, where some of these ties are not the version's own; None else. A collective.
 
     ties: of weights, the same on all ranks. Raises as `tensors_of`.

@@ -92,7 +92,7 @@ def read(store: Store, name: str) -> Heartbeat:
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
         heartbeat = decode_json(data, Heartbeat, f"{where} is not a heartbeat")
     if heartbeat_name(heartbeat.id) != name:
-        raise IntegrityError(f"{where} says it is the heartbeat of {heartbeat.id}", name=name)
+        raise IntegrityError(f"{where}: id: expected that in its name, found {heartbeat.id!r}", name=name)
     return heartbeat
 
 

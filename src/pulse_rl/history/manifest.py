@@ -176,8 +176,10 @@ def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None
         return IntegrityError(f"{where}{message}", name=name)
 
     manifest = open_sealed(data, Manifest, FORMAT, key=key, name=name, where=where)
-    if manifest.sequence != sequence or manifest.anchor_sequence > sequence:
-        raise wrong(f": it says it is number {manifest.sequence}")
+    if manifest.sequence != sequence:
+        raise wrong(f": sequence: expected {sequence}, found {manifest.sequence}")
+    if manifest.anchor_sequence > sequence:
+        raise wrong(f": anchor_sequence: expected at most {sequence}, found {manifest.anchor_sequence}")
     if (manifest.anchor_sequence == sequence) != bool(manifest.anchor):
         raise wrong(": its anchor and anchor_sequence contradict each other")
     if manifest.patch is None and not manifest.anchor:

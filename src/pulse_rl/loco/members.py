@@ -182,21 +182,21 @@ class FixedMembers(GroupMembers):
             agreement.compare(self.group, {"models differ": trainer.options["model"]}, when, f"{remedy} one")
         except IntegrityError as error:
             one, other = (
-                {name: TensorSpec(name, "F32", tuple(shape)) for name, shape in said.items()}
-                for said in self._said(error, shapes)
+                {name: TensorSpec(name, "F32", tuple(shape)) for name, shape in side.items()}
+                for side in self._both_sides(error, shapes)
             )
             try:
                 compare_layouts(one, other, Sides("parameters", "the others", f"rank {error.ranks[0]}"))
             except BaseMismatchError as difference:
-                raise _saying(error, str(difference)) from None
+                raise _with_detail(error, str(difference)) from None
             raise
         trainer.compare(self.group)
         try:
             agreement.compare(self.group, {"options differ": fingerprint(trainer.options)}, when, f"{remedy} ones")
         except IntegrityError as error:
-            raise _saying(error, name_options(*self._said(error, trainer.options))) from None
+            raise _with_detail(error, name_options(*self._both_sides(error, trainer.options))) from None
 
-    def _said(self, error: IntegrityError, mine: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    def _both_sides(self, error: IntegrityError, mine: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
         """Of what differs: what the majority has, and the first rank that is unlike it. A collective."""
         rows = self.group.gather(msgspec.json.encode(mine), SAID_NBYTES)
         like = next(rank for rank in range(self.group.size) if rank not in error.ranks)
@@ -224,8 +224,8 @@ def readable(*values: str | None) -> list[str]:
     return short if len(set(short)) == len(set(texts)) else texts
 
 
-def _saying(error: IntegrityError, what: str) -> IntegrityError:
-    """The error, saying more."""
+def _with_detail(error: IntegrityError, what: str) -> IntegrityError:
+    """The same error with more in its message."""
     return IntegrityError(f"{error} ({what})", expected=error.expected, found=error.found, ranks=error.ranks)
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.anchor_share import names_beside
+from pulse_rl.history.anchor_share import names_where_ties_differ
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
 from pulse_rl.history.reading import FaultLog, Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
@@ -134,7 +134,7 @@ class Position:
         """Rebuild what this rank owns of the newest version, of which it reads its share. A collective."""
         reading, ranks = Reading(self._history, self._ranks), self._ranks
         with add_recovery_hint(), ExitStack() as files:
-            share = share.called(names_beside(reading, head, share.plan.tied), head.tied)
+            share = share.called(names_where_ties_differ(reading, head, share.plan.tied), head.tied)
 
             def make_room() -> Path:
                 if apart := sorted(head.tied.keys() & share.plan.tensors.keys()):

@@ -23,7 +23,7 @@ from pulse_rl.errors import (
     StoreError,
     VersionNotFoundError,
 )
-from pulse_rl.history.anchor_share import names_beside
+from pulse_rl.history.anchor_share import names_where_ties_differ
 from pulse_rl.history.follow import follow
 from pulse_rl.history.manifest import Manifest, Scalar, check_same_history
 from pulse_rl.history.reading import Reading
@@ -220,7 +220,7 @@ class Sync:
     def _recognise(self) -> None:
         """Find which version the weights hold, if any."""
         try:
-            names = names_beside(self.reading, self.target, self._live.agreed.plan.tied)
+            names = names_where_ties_differ(self.reading, self.target, self._live.agreed.plan.tied)
             self._proof.known = self._live.known = names
         except (FormatError, IntegrityError, StoreError) as error:  # perhaps the weights and the version tie the same
             self.reading.faults.note(str(error))
