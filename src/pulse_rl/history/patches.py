@@ -38,7 +38,6 @@ from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import Layout, TensorSpec
 
 FORMAT = "pulse-rl/parts"
-MAX_PARTS = 1 << 16
 PARTS_AT_ONCE = 8
 
 
