@@ -14,7 +14,7 @@ from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor_share import names_where_ties_differ
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
-from pulse_rl.history.reading import FaultLog, Reading
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
