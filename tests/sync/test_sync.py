@@ -584,10 +584,10 @@ def reseal(store: Store, sequence: int, change: dict[str, Any]) -> None:
     [
         ({"format": "other"}, "pulse-rl/history version 1"),
         ({"format_version": 0}, "pulse-rl/history version 1"),
-        ({"sequence": 7}, "number 7"),
+        ({"sequence": 7}, "expected 0, found 7"),
         ({"digest": "xyz"}, "is not a manifest"),
         ({"version": -1}, "is not a manifest"),
-        ({"anchor_sequence": 5}, "number 0"),
+        ({"anchor_sequence": 5}, "expected at most 0"),
         ({"anchor": []}, "contradict"),
         ({"tied": {"ids": "nothing"}}, "ties 'ids' to 'nothing'"),
         ({"anchor": [{"name": "anchors/../../etc/passwd", "nbytes": 1, "blake3": "0" * 64}]}, "impossible object"),

@@ -27,7 +27,7 @@ from pulse_rl.sync.channel.receiver import ChannelReceiver
 from pulse_rl.sync.channel.reports import ChannelReport, Sent
 from pulse_rl.sync.channel.sender import ChannelSender
 from pulse_rl.sync.channel.sending import ChannelSettings, Findings, Hello, Sending
-from pulse_rl.sync.channel.sides import Sides
+from pulse_rl.sync.channel.sides import ChannelSides
 from pulse_rl.sync.channel.tiles import owned_nbytes
 from pulse_rl.sync.channel.wire import Wire
 from pulse_rl.sync.shares import MAX_NBYTES, describe, described, fingerprint_of
@@ -44,7 +44,7 @@ class Exchange:
 
     def __init__(self, wire: Wire, settings: ChannelSettings) -> None:
         self._wire, self._ranks, self._settings = wire, wire.ranks, settings
-        self._sides: Sides | None = None  # as they were agreed last; None until all ranks have agreed
+        self._sides: ChannelSides | None = None  # as they were agreed last; None until all ranks have agreed
 
     def run(self, end: End, weights: Any, version: int | None) -> ChannelReport:
         """Send or receive a version. A collective."""
@@ -128,8 +128,8 @@ class Exchange:
             self._sides = None
             packed = self._ranks.gather("describe what the ranks hold", partial(describe, tensors), MAX_NBYTES)
 
-            def agree() -> tuple[Sides, bool]:
-                sides = Sides.of(self._ranks.rank, settings.source, described(packed), fingerprint_of(tensors))
+            def agree() -> tuple[ChannelSides, bool]:
+                sides = ChannelSides.of(self._ranks.rank, settings.source, described(packed), fingerprint_of(tensors))
                 return sides, end.agree(sides, sides.share(tensors))
 
             sides, going_on = self._ranks.do_and_share("the shares of the ranks", agree, bool)

@@ -17,18 +17,17 @@ from pulse_rl.patch.format import Patch, Span, unpack_head
 from pulse_rl.patch.live import Copies, Live, by_name, live_digest
 from pulse_rl.patch.targets import Target
 from pulse_rl.sync.channel.sending import Findings, Role, Sending
-from pulse_rl.sync.channel.sides import Sides
+from pulse_rl.sync.channel.sides import ChannelSides
 from pulse_rl.sync.channel.tiles import TileFeed, spool
 from pulse_rl.sync.channel.wire import Flow
 from pulse_rl.sync.shares import Share
 from pulse_rl.sync.subscribe.loading import refuse_clashes, write_whole
 from pulse_rl.weights import digests
 from pulse_rl.weights.kept import Kept
-from pulse_rl.weights.layout import Layout, compare_layouts
-from pulse_rl.weights.layout import Sides as Wording
+from pulse_rl.weights.layout import Layout, Sides, compare_layouts
 from pulse_rl.weights.memory import LiveWeights, Memory
 
-_WORDING = Wording(
+_WORDING = Sides(
     "these weights are not the sender's",
     "the sender",
     "these weights",
@@ -74,7 +73,7 @@ class ChannelReceiver:
                 )
         return live.layout
 
-    def agree(self, sides: Sides, share: Share) -> bool:
+    def agree(self, sides: ChannelSides, share: Share) -> bool:
         """Compare what the senders send with what this rank's engine holds. Raises BaseMismatchError."""
         sent, found = sides.sent, share.plan.all_names()
         further = {alias: sent.tensors[owner] for alias, owner in sent.tied.items() if alias in found}

@@ -15,7 +15,7 @@ from pulse_rl.history.trail import State
 from pulse_rl.patch.format import Patch, check_version, unpack
 from pulse_rl.sync.channel.reports import Payload, entropy
 from pulse_rl.sync.channel.sending import Findings, Role, Sending
-from pulse_rl.sync.channel.sides import Sides
+from pulse_rl.sync.channel.sides import ChannelSides
 from pulse_rl.sync.channel.tiles import read_tiles
 from pulse_rl.sync.channel.wire import Flow, giving
 from pulse_rl.sync.publish.encoding import Base, Encoded, Encoder, copy_whole
@@ -75,7 +75,7 @@ class ChannelSender:
         self.encoded = self.payload = None
         return self._kept.layout(weights, cast=self._cast)
 
-    def agree(self, sides: Sides, share: Share) -> bool:
+    def agree(self, sides: ChannelSides, share: Share) -> bool:
         """Whether changes can be found against the base: not where this sender owns other pieces than before."""
         del sides
         return self.held is None or self._pieces == fingerprint_of(share.own)

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from pulse_rl.history.trail import State
-from pulse_rl.sync.channel.sides import Sides
+from pulse_rl.sync.channel.sides import ChannelSides
 from pulse_rl.sync.shares import Share
 
 Role: TypeAlias = Literal["send", "receive"]
@@ -51,7 +51,7 @@ class Sending(NamedTuple):
     observed: bool  # whether nothing is sent
     base: State | None  # of the changes; None if a sender has none: then it sends all bits
     held: tuple[State | None, ...]  # by rank
-    sides: Sides
+    sides: ChannelSides
     share: Share  # what this rank holds
     target: State | None = None
     found: tuple[Findings, ...] = ()  # by rank

@@ -13,7 +13,7 @@ from pulse_rl.weights.layout import Layout
 
 
 @dataclass(frozen=True)
-class Sides:
+class ChannelSides:
     """What a rank knows of both sides."""
 
     rank: int
@@ -25,7 +25,7 @@ class Sides:
     plan: SharePlan  # the same of this rank's side
 
     @classmethod
-    def of(cls, rank: int, sources: Sequence[int], said: Sequence[Description], fingerprint: bytes) -> "Sides":
+    def of(cls, rank: int, sources: Sequence[int], said: Sequence[Description], fingerprint: bytes) -> "ChannelSides":
         """The sides, from what every rank says that it holds. Raises as `make_plan`. fingerprint: of this rank's."""
 
         def plan_of(ranks: Sequence[int]) -> SharePlan:
