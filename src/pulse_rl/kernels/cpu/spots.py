@@ -64,10 +64,13 @@ class Windows(NamedTuple):
 
 
 def element_pointer(builder: Any, values: Any, address: Any, index: Any) -> Any:
-    """Have an intrinsic point to the element at an index from an address on, of the dtype of `values`."""
-    size = ir.Constant(ir.IntType(64), values.dtype.bitwidth // 8)
-    place = builder.add(address, builder.mul(index, size))
-    return builder.inttoptr(place, ir.IntType(values.dtype.bitwidth).as_pointer())
+    """Have an intrinsic point to the element at an index from an address on, of the dtype of `values`.
+
+    The index counts from a pointer: LLVM does not see that sums of integers follow one another in memory, and then
+    reads element by element.
+    """
+    base = builder.inttoptr(address, ir.IntType(values.dtype.bitwidth).as_pointer())
+    return builder.gep(base, [index])
 
 
 @intrinsic
