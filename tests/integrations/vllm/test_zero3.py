@@ -110,6 +110,8 @@ def test_a_server_holds_what_zero_3_gathers_also_after_a_kill_an_outage_and_a_re
         assert seen["found"] == [[version, True] for version in range(steps + 1)]
         assert len(set(seen["digests"])) == steps + 1
         assert one.client.state().instance != instance
+        for states in out.rglob("rng_state.pth"):  # on a CPU both ranks write this one file, and may tear it
+            states.unlink()
         again = trained({}, steps + 1, resume=True)
         assert again["digests"][0] == seen["digests"][-1]
         assert again["found"] == [[4, True], [5, True]]
