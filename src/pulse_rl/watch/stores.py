@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 from pulse_rl import Status, status
@@ -103,7 +103,6 @@ def serve(target: str, host: str, port: int, *, registry: CollectorRegistry | No
     """
     client = require("prometheus_client", "prometheus")
     registry = registry or client.CollectorRegistry()
-    given: Mapping[str, Any] = limits
-    registry.register(StoreCollector(target, lambda: status(target, **given), max_lag=limits.get("max_lag")))
+    registry.register(StoreCollector(target, lambda: status(target, **limits), max_lag=limits.get("max_lag")))
     server, _ = client.start_http_server(port, host, registry)
     return server

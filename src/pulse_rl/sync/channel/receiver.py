@@ -55,6 +55,7 @@ class ChannelReceiver:
         self._parts: list[PartReader] = []
         self._application: Application | None = None
         self._staged: Layout | None = None  # all bits, in a file
+        self._staged_digest = 0  # of these, once they are proved
         self._differing: dict[str, int] = {}  # elements that a comparison found to differ, by tensor
 
     def open(self, weights: Any, version: int | None) -> Layout:
@@ -130,7 +131,8 @@ class ChannelReceiver:
         if self._staged is not None:
             with TemporaryDirectory(prefix="pulse-rl-") as directory:
                 refuse_clashes(self._staged, self._live, Path(directory))
-            return digests.to_hex(self._counted(sending, digests.state_digest(self._staged)))
+            self._staged_digest = digests.state_digest(self._staged)
+            return digests.to_hex(self._counted(sending, self._staged_digest))
         base, target = sending.base, sending.target
         if not self._parts or base is None or target is None:
             return None
@@ -159,7 +161,7 @@ class ChannelReceiver:
         self.held = None
         if self._staged is not None:
             write_whole(self._staged, self._live)
-            if live_digest(self._live) != digests.state_digest(self._staged):
+            if live_digest(self._live) != self._staged_digest:
                 raise IntegrityError("the weights do not hold the bits that were just written")
         elif self._application is not None:
             self._application.write()
