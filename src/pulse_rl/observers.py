@@ -22,7 +22,7 @@ _causes: set[str] = set()  # of observers' failures that were warned of
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Have an observer called with all that is told from now on, in the thread that tells it.
+    """Call an observer with every report from now on, in the thread that makes it.
 
     Returns what ends that.
     """

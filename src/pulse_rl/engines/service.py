@@ -113,7 +113,7 @@ class _RefusedError(Exception):
 class Service:
     """The answers of one engine.
 
-    url: its address, as observers of its own process are told it; None where its client tells them, in the same one.
+    url: its address in what observers of this process get; None where its client reports to them, in the same process.
     """
 
     def __init__(self, engine: Engine, url: str | None = None) -> None:

@@ -1,7 +1,6 @@
 """The measurements of a run: from its records and from what its workers say, as its driver reads both.
 
-The trainers and the workers of a run are processes of their own. What they report reaches the driver all the same, so
-the driver exports it, and they export nothing.
+Trainers and workers are separate processes. The driver receives their reports, and so it alone exports them.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Adapters of a Trainer that a real vLLM server serves, each version under a name of its own.
+"""Adapters of a Trainer that a real vLLM server serves, each version under its own name.
 
 Run in an environment with vLLM and PEFT: `make test-vllm`. `PublishCallback` publishes adapters alone, `pulse-rl
 mirror` makes a folder of each version, and its hook has vLLM load that. The server answers as with the adapters that

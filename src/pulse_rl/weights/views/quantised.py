@@ -127,7 +127,7 @@ class _Part:
 
     @property
     def _alone(self) -> BlockGrid:
-        """A block as a matrix of its own."""
+        """The grid of one block that is read alone."""
         return BlockGrid(self._grid.rows, self._grid.columns, self._grid.rows)
 
     def _block(self, down: int, across: int) -> Iterator[tuple[int, int, slice]]:
