@@ -121,7 +121,7 @@ class Run:
             kernels.keep(*state, *found)
             sends.append(found)
         (whole,) = masters.fragments
-        payload: bytes = loco._contribution.encode(whole, sends)
+        payload: bytes = loco._trainer.contribution.encode(whole, sends)
         return payload
 
     def _step_of(self, density: float) -> np.float32:
@@ -153,9 +153,9 @@ def _move(context: Any, live: list[F32]) -> None:
 def _round(context: Any) -> tuple[dict[str, float], Outcome]:
     """One round of a context without a network: seconds by part."""
     timings = Timings(time.process_time)
-    outcome = context._collect(timings)
+    outcome = context._members.collect(context._trainer, timings)
     timings.start()
-    context._commit(outcome, 0)
+    context._trainer.commit(outcome, 0)
     timings.spent("outer")
     return {part: timings.seconds[part] for part in PARTS}, outcome
 

@@ -27,7 +27,7 @@ from bench.loco.run import MODEL_EVERY as SYNC_EVERY
 from bench.loco.run import ModelResult
 from bench.supervised import loss
 from pulse_rl.flow import model, tasks
-from pulse_rl.group.collectives import Group
+from pulse_rl.group.collectives import Group, N
 from pulse_rl.loco.gate import cast
 from pulse_rl.loco.members import FixedMembers
 from pulse_rl.weights.bits import Bits, HostBits
@@ -47,20 +47,19 @@ class Echo(Group):
     def gather_numbers(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         return np.tile(np.array(numbers, np.int64), (self.size, 1))
 
-    def gather_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def gather_rows(self, values: NDArray[N]) -> NDArray[N]:
         return np.tile(values, (self.size, 1))
 
     def gather(self, data: bytes, limit: int) -> list[memoryview]:
         return [memoryview(data)] * self.size
 
-    def all_to_all_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def all_to_all_rows(self, values: NDArray[N]) -> NDArray[N]:
         return values
 
 
 def position_bits(loco: pulse.PulseLoCo) -> float:
     """The entropy, in bits, of which elements the next round sends, given θ's exponents; one table a segment."""
-    sends = loco._contribution.find()
-    assert isinstance(sends, list)
+    sends = loco._trainer.contribution.find()
     old: dict[str, Bits] = {}
     new: dict[str, Bits] = {}
     for segment, sent in zip(loco._masters.segments, sends, strict=True):

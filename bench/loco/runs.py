@@ -98,13 +98,13 @@ class Trainers:
         """Find what each trainer sends, and add up."""
         for loco in self._locals:
             loco._masters.freeze()
-        first = self._locals[0]._contribution
-        (fragment,) = self._locals[0]._masters.fragments
-        found = [loco._contribution.find() for loco in self._locals]
-        sends = [each for each in found if isinstance(each, list)]
+        trainers = [loco._trainer for loco in self._locals]
+        first = trainers[0].contribution
+        (fragment,) = trainers[0].masters.fragments
+        sends = [trainer.contribution.find() for trainer in trainers]
         payloads = [
-            memoryview(loco._contribution.encode(fragment, each))
-            for loco, each in zip(self._locals, sends, strict=True)
+            memoryview(trainer.contribution.encode(fragment, each))
+            for trainer, each in zip(trainers, sends, strict=True)
         ]
         means = first.add_up(fragment, dict(enumerate(payloads)), [], None)
         for each in sends:
@@ -115,12 +115,11 @@ class Trainers:
 
     def _end(self) -> None:
         """All take the outer step."""
-        totals = {
-            loco._commit(outcome, self._method.sync_every)
-            for loco, outcome in zip(self._locals, self._outcomes, strict=True)
-        }
-        if len(totals) != 1:
-            raise pulse.IntegrityError(f"expected one θ after a round, found {len(totals)}")
+        for loco, outcome in zip(self._locals, self._outcomes, strict=True):
+            loco._trainer.commit(outcome, self._method.sync_every)
+        digests = {loco._trainer.base for loco in self._locals}
+        if len(digests) != 1:
+            raise pulse.IntegrityError(f"expected one θ after a round, found {len(digests)}")
         self._outcomes = []
         if self._method.name == "without feedback":
             for loco in self._locals:

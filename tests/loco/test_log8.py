@@ -1,5 +1,6 @@
 """Values as logarithms: the kernels against their twins, what is kept back, payloads, and that nothing comes late."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from pulse_rl.loco import log8, payload
 from pulse_rl.loco.gate import GATES, Sends, cast
 from pulse_rl.loco.payload import NO_BITS, Coding, SharedSegment
 from tests.kernels.test_loco import SEEDS, SIZES, state
-from tests.loco.test_payload import DOCUMENT, golden, refusals, same, sealed
+from tests.loco.test_payload import DOCUMENT, decoded, golden, refusals, same, sealed
 from tests.naive import loco as reference
 from tests.naive import sends as naive
 
@@ -177,7 +178,7 @@ def test_what_is_encoded_is_decoded(shapes: Any, step: float, seed: int, gate: s
     segments, sends = trained(shapes, step, seed, coding)
     data = encoded(sends, segments, coding)
     assert len(data) <= payload.limit([segment.size for segment in segments])
-    assert same(payload.decode(memoryview(data), segments, coding), sends)
+    assert same(decoded(data, segments, coding), sends)
 
 
 GOLDEN = """
@@ -197,7 +198,7 @@ def test_golden_bytes() -> None:
     ]
     coding, pinned = Coding("bfloat16", "log8", 8.0), bytes.fromhex(GOLDEN)
     assert encoded(sends, segments, coding) == pinned
-    assert same(payload.decode(memoryview(pinned), segments, coding), sends)
+    assert same(decoded(pinned, segments, coding), sends)
     assert "".join(GOLDEN.split()) in "".join(DOCUMENT.read_text(encoding="utf-8").split())
 
 
@@ -314,33 +315,21 @@ def test_signs_that_the_momentum_foretells_take_few_bits() -> None:
     assert sizes[1] - sizes[0] > 0.9
 
 
-def test_a_code_out_of_range_is_refused() -> None:
-    """A stream can hold codes of more than 127: no sender makes them."""
-    segments, _ = trained([(64,)], 0, 0, Coding("bfloat16", "log8"))
-    of_elements = naive.classes_of(cast(segments[0].shared, "bfloat16"), np.zeros(64), "bfloat16", 1.0)
-    for code, fine in ((127, True), (128, False)):
-        stream = naive.encode(of_elements, naive.Sent([7], [code]))
+def test_a_code_that_no_sender_makes_is_refused() -> None:
+    """One of more than 127, which a stream can hold; and of weights of 2^110 the largest, which would be 2^165."""
+    coding, zeros = Coding("bfloat16", "log8", 1.0), np.zeros(64, np.float32)
+    for shared, code, fine in ((0.03, 127, True), (0.03, 128, False), (2.0**110, 3, True), (2.0**110, 127, False)):
+        theta = np.full(64, shared, np.float32)
+        found = classes.classes_of(theta, zeros, loco.GRIDS["bfloat16"], 1.0)
+        segments = [SharedSegment((64,), 0, theta, NO_BITS, found)]
+        stream = naive.encode(
+            naive.classes_of(cast(theta, "bfloat16"), zeros, "bfloat16", 1.0), naive.Sent([7], [-code])
+        )
         counts = np.array([1, len(stream)], "<u4").tobytes()
-        body = payload.LENGTHS.pack(len(stream), payload.LOG8) + counts + stream
-        found = payload.decode(sealed(body), segments, Coding("bfloat16", "log8"))
-        if fine:
-            assert next(found).indices.tolist() == [7]
-        else:
-            with pytest.raises(FormatError, match="expected 1 finite sends of 64 elements"):
-                next(found)
-
-
-def test_a_code_whose_value_overflows_is_refused() -> None:
-    """Of weights of 2^110 the largest code is 2^165: no sender can have meant it."""
-    coding, shared = Coding("bfloat16", "log8", 1.0), np.full(64, 2.0**110, np.float32)
-    found = classes.classes_of(shared, np.zeros(64, np.float32), loco.GRIDS["bfloat16"], 1.0)
-    segments = [SharedSegment((64,), 0, shared, NO_BITS, found)]
-    for code, fine in ((3, True), (127, False)):
-        sent = classes.arrange(found, np.array([7], np.uint32), np.array([-code], np.int8))
-        (decode,) = payload.open_payload(memoryview(payload.encode([sent], segments, coding)), segments, coding)
-        if fine:
-            read = payload.decode(memoryview(payload.encode([sent], segments, coding)), segments, coding)
-            assert next(read).values.tolist() == [-3 * 2.0**103]
-        else:
-            with pytest.raises(FormatError, match="expected 1 finite sends of 64 elements"):
-                decode()
+        data = sealed(payload.LENGTHS.pack(len(stream), payload.LOG8) + counts + stream)
+        with nullcontext() if fine else pytest.raises(FormatError, match="expected 1 finite sends of 64 elements"):
+            (one,) = decoded(data, segments, coding)
+            assert one.indices.tolist() == [7]
+            assert (
+                one.values.tolist() == log8.to_values(np.array([-code], np.int8), theta[:1], "bfloat16", 1.0).tolist()
+            )

@@ -12,6 +12,9 @@ import pulse_rl as pulse
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Rounds
 from pulse_rl.loco import masters
+from pulse_rl.loco.exchange import Timings
+from pulse_rl.loco.outcome import Outcome
+from pulse_rl.loco.sums import Mean
 from tests.loco.ranks import Model, Ranks, adam, bits, good, inner_step, seen, trainable
 
 
@@ -149,7 +152,8 @@ def test_a_parameter_that_has_not_moved_becomes_theta_with_its_sign() -> None:
     held.theta["w"][:] = theta.numpy()
     (view,) = held.segments
     assert held.live(view).tobytes() == frozen.numpy().tobytes()
-    held.commit(view, None, np.zeros(5, np.float32), 0.7, 0.9)
+    mean = Mean(None, np.zeros(5, np.float32))
+    held.commit(0, Outcome(1, [], 5, ["dense"], [mean], Timings()), 0.7, 0.9)
     held.thaw()
     expected = theta - (frozen - torch.tensor([0.0, -0.0, 1.0, 0.3 + 1e-4, 1e-3 + 1e3]))
     assert bits({"w": live[3:]}) == bits({"w": expected[3:]})

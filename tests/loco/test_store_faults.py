@@ -285,4 +285,4 @@ def test_two_processes_of_one_rank_are_noticed(store: Store) -> None:
 def _nothing() -> Any:
     from pulse_rl.loco.meeting.board import Look
 
-    return Look(committed=False, later=False, offering=frozenset(), stops=frozenset())
+    return Look(committed=False, later=False)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Bytes: TypeAlias = NDArray[np.uint8]
+N = TypeVar("N", bound=np.generic)
 
 _LENGTH, _ROW = 8, 64  # bytes of a message's length, and of what is sent together with it
 _RELEASED: Any = object()  # instead of a process group; None would be torch's default one
@@ -117,7 +118,7 @@ class Group:
 
     def gather_numbers(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         """(W, k): the k numbers, int64, of each rank."""
-        return self._gather(np.array(numbers, np.int64)).reshape(self.size, -1)
+        return self.gather_rows(np.array(numbers, np.int64))
 
     def first_number(self, number: int, timeout: float) -> int:
         """Rank 0's number, on all ranks. timeout: seconds that this rank waits, in place of the group's own."""
@@ -131,7 +132,7 @@ class Group:
                 sending.wait(timedelta(seconds=timeout))
             return int(tensor.item())
 
-    def gather_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def gather_rows(self, values: NDArray[N]) -> NDArray[N]:
         """(W, k): the k values of each rank."""
         return self._gather(values).reshape(self.size, -1)
 
@@ -161,7 +162,7 @@ class Group:
         ends = np.cumsum(lengths).tolist()
         return [memoryview(found[end - n : end]) for end, n in zip(ends, lengths, strict=True)]  # type: ignore[arg-type]
 
-    def all_to_all_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def all_to_all_rows(self, values: NDArray[N]) -> NDArray[N]:
         """Send values[r] of (W, k) to rank r; returns what each rank sent here, (W, k)."""
         width = [values.shape[1]] * self.size
         return self._all_to_all(values.reshape(-1), width, width).reshape(self.size, -1)

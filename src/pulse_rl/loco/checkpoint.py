@@ -14,7 +14,7 @@ a checkpoint goes to another number of ranks only if no inner step was taken sin
 import operator
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +22,16 @@ import torch
 from pulse_rl.errors import printable
 from pulse_rl.group.collectives import RankPlace
 from pulse_rl.loco.masters import Masters
+from pulse_rl.loco.trainer import Trainer
 
 _COUNTS = ("round", "inner_steps", "workers")
 _TABLES = ("theta", "momentum", "residual")
 _MOST = (1 << 63) - 1  # what the ranks compare numbers in
 
 
-class Counters(Protocol):
-    """The progress of a trainer."""
-
-    round: int  # rounds done
-    inner_steps: int  # since the last round began
-
-
-def state_dict(counters: Counters, masters: Masters, place: RankPlace, workers: int | None) -> dict[str, Any]:
+def state_dict(trainer: Trainer, place: RankPlace, workers: int | None) -> dict[str, Any]:
     """The state; with `workers`, a dict to load a checkpoint of that many ranks into: its residuals are new zeros."""
+    masters = trainer.masters
     filled = workers is None or workers == place.size
     residual = {
         str(rank): {
@@ -47,8 +42,8 @@ def state_dict(counters: Counters, masters: Masters, place: RankPlace, workers: 
     }
     return {
         "kind": _kind(masters),
-        "round": counters.round,
-        "inner_steps": counters.inner_steps,
+        "round": trainer.round,
+        "inner_steps": trainer.inner_steps,
         "workers": workers or place.size,
         "theta": _tensors(masters, masters.theta),
         "momentum": _tensors(masters, masters.momentum),
@@ -56,8 +51,9 @@ def state_dict(counters: Counters, masters: Masters, place: RankPlace, workers: 
     }
 
 
-def load_state_dict(counters: Counters, masters: Masters, place: RankPlace, state: dict[str, Any]) -> None:
+def load_state_dict(trainer: Trainer, place: RankPlace, state: dict[str, Any]) -> None:
     """Load a state. All of it is checked before anything is changed."""
+    masters = trainer.masters
     tables = _tables(state)
     done, inner_steps, workers = (_whole_number(state, name) for name in _COUNTS)
     if workers < 1:
@@ -90,8 +86,8 @@ def load_state_dict(counters: Counters, masters: Masters, place: RankPlace, stat
                 total += _flat(residual[name])
             masters.residual[name][:] = total if workers == place.size else total * np.float32(place.size / workers)
     masters.whole = True
-    counters.round, counters.inner_steps = done, inner_steps
-    if not counters.inner_steps:
+    trainer.round, trainer.inner_steps = done, inner_steps
+    if not trainer.inner_steps:
         masters.copy_to_live()
 
 

@@ -37,9 +37,10 @@ import torch.distributed as dist
 
 from pulse_rl.errors import ExchangeError, IntegrityError, require
 from pulse_rl.group.collectives import Group, RankPlace, torch_errors
-from pulse_rl.loco.checkpoint import Counters
+from pulse_rl.loco import log8
 from pulse_rl.loco.lighthouse import Lighthouse, Quorum, QuorumReport
-from pulse_rl.loco.members import TRAINERS, GroupMembers, Trainer, fingerprint
+from pulse_rl.loco.members import TRAINERS, GroupMembers, fingerprint
+from pulse_rl.loco.trainer import Trainer
 from pulse_rl.logs import logger
 
 log = logger(__name__)
@@ -95,12 +96,13 @@ class ElasticMembers(GroupMembers):
 
     def __init__(self, lighthouse: str, name: str, *, timeout: float, host: str | None) -> None:
         self.name = name
+        self.turn = log8.turn_of_name(name)
         self._gloo = require("torchft", "ft").ProcessGroupGloo
         self._timeout = timedelta(seconds=timeout)
         self._id = f"{name}:{uuid.uuid4()}"  # a trainer that is started again is another one
         self._lighthouse = Lighthouse(lighthouse, self._id, timeout=self._timeout, host=host)
         self._closed = False
-        self._joined: Counters | None = None
+        self._joined: Trainer | None = None
         self._group: Group | None = None
         self._ids: list[str] = []  # the members of the group, by rank
         self._next: Decision | None = None  # the group to be formed
@@ -121,15 +123,14 @@ class ElasticMembers(GroupMembers):
 
     def join(self, trainer: Trainer) -> None:
         """Wait for the others' round to end, and take over their state. Raises as `agree` does."""
-        if self._closed or self._joined not in (None, trainer.counters):
+        if self._closed or self._joined not in (None, trainer):
             raise ExchangeError(
                 f"{self.name}: expected an open Membership of one PulseLoCo or DiLoCo, found one that is "
                 f"{'closed' if self._closed else 'of another already'}: make one for each"
             )
-        self._joined = self._trainer = trainer.counters
-        self._masters, self._options, self._compare = trainer.masters, fingerprint(trainer.options), trainer.compare
-        self._meet(arrived=False)
-        self._settle(trainer.compare)
+        self._joined = trainer
+        self._meet(trainer, arrived=False)
+        self._settle(trainer, trainer.compare)
 
     def agree(self, *, arrived: bool) -> bool:
         """Whether to commit the round; if not, a new group to exchange it again is formed.
@@ -137,15 +138,16 @@ class ElasticMembers(GroupMembers):
         arrived: whether all of it is here. Raises ExchangeError if the lighthouse does not answer or the others went
         on without this trainer, IntegrityError if its options differ from theirs.
         """
-        if self._meet(arrived):
+        assert self._joined is not None
+        if self._meet(self._joined, arrived):
             return True
-        self._settle(self._compare)
+        self._settle(self._joined, self._joined.compare)
         return False
 
-    def settle(self, prove: Callable[[Group], None], digest: int) -> None:
-        self._settle(prove)
+    def settle(self, trainer: Trainer) -> None:
+        self._settle(trainer, trainer.prove)
 
-    def _settle(self, prove: Callable[[Group], None]) -> None:
+    def _settle(self, trainer: Trainer, prove: Callable[[Group], None]) -> None:
         """Prove that all hold the same, after forming the next group where one is agreed on.
 
         prove: a collective for a group that has not changed; a new one compares everything.
@@ -156,23 +158,22 @@ class ElasticMembers(GroupMembers):
                     prove(self.group)
                 else:
                     self._group = self._form(self._next)
-                    self._hand_over(self._group, self._next)
+                    self._hand_over(trainer, self._group, self._next)
                     self._next = None
-                    self._compare(self._group)
+                    trainer.compare(self._group)
                 return
             except ExchangeError:
-                self._meet(arrived=False)
+                self._meet(trainer, arrived=False)
 
-    def _meet(self, arrived: bool) -> bool:
+    def _meet(self, trainer: Trainer, arrived: bool) -> bool:
         """Agree with all trainers that live on the next group; returns whether all of the round is at all of them."""
         if not arrived:
             self._leave()
+        options = fingerprint(trainer.options)
         while True:
-            quorum = self._lighthouse.ask(
-                QuorumReport(self._trainer.round, self._masters.whole, arrived, self._agreed, self._options)
-            )
-            decision = decide(quorum)
-            self._check(decision)
+            report = QuorumReport(trainer.round, trainer.masters.whole, arrived, self._agreed, options)
+            decision = decide(self._lighthouse.ask(report))
+            self._check(decision, report)
             if self._id in decision.ids:
                 break  # else a newcomer, which waits for the end of the others' round
         if arrived and decision.between and decision.ids == self._ids:
@@ -185,24 +186,24 @@ class ElasticMembers(GroupMembers):
             self._agreed = decision.name
         return decision.between
 
-    def _check(self, decision: Decision) -> None:
+    def _check(self, decision: Decision, mine: QuorumReport) -> None:
         """Raise if this trainer lost its place among those that hold the state, or nobody holds it."""
         if self._agreed and self._id not in decision.holders:
             raise ExchangeError(
                 f"the other trainers went on without {self.name}, which the lighthouse did not hear in round "
-                f"{self._trainer.round + 1}: start it again, and it joins them"
+                f"{mine.round + 1}: start it again, and it joins them"
             )
         if not decision.whole:
             raise ExchangeError(
                 f"{self.name}: no trainer holds the shared weights: the last one was lost while it handed them over: "
                 "start the trainers again from their last checkpoint"
             )
-        if self._options != decision.options:
+        if mine.options != decision.options:
             raise IntegrityError(
                 f"{self.name} has another model, sync_every or options than the trainers that it joins: start it "
                 "again with theirs",
                 expected=decision.options,
-                found=self._options,
+                found=mine.options,
             )
 
     def _form(self, decision: Decision) -> Group:
@@ -214,9 +215,9 @@ class ElasticMembers(GroupMembers):
         self._ids = decision.ids
         return Group(gloo.parent, *place, wording=TRAINERS)
 
-    def _hand_over(self, group: Group, decision: Decision) -> None:
+    def _hand_over(self, trainer: Trainer, group: Group, decision: Decision) -> None:
         """Give newcomers the counters, θ and the momentum. A newcomer's residual becomes empty."""
-        trainer, masters = self._trainer, self._masters
+        masters = trainer.masters
         counters = np.array([trainer.round, trainer.inner_steps], np.int64)
         state = [counters, *(array for segment in masters.segments for array in (segment.shared, segment.momentum))]
         for giver, taker in decision.transfers():
@@ -225,9 +226,7 @@ class ElasticMembers(GroupMembers):
             elif group.rank == taker:
                 masters.whole = False
                 self._transfer(group, state, giver, dist.irecv)
-                for residual in masters.residual.values():
-                    residual.fill(0)
-                masters.copy_to_live()
+                masters.begin_anew()
                 trainer.round, trainer.inner_steps = counters.tolist()
                 masters.whole = True
         self._agreed = decision.name

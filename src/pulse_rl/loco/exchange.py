@@ -15,7 +15,7 @@ cannot go on, none does.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ContextDecorator
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -26,9 +26,9 @@ from pulse_rl.group.collectives import Group
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
-from pulse_rl.loco.gate import cast
+from pulse_rl.loco.gate import Sends, cast
 from pulse_rl.loco.payload import Coding, Decoder, Sent, SharedSegment
-from pulse_rl.loco.sums import Mean, sum_of
+from pulse_rl.loco.sums import Mean, mean_of
 from pulse_rl.parallel import ordered_map
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
@@ -82,6 +82,11 @@ class Timings:
         """Count time from now on."""
         self._begun = self._now()
 
+    def received(self, data: Sequence[memoryview], own: int) -> None:
+        """Count what came from the other ranks, and the time since the last call as "exchange"."""
+        self.received_nbytes += sum(map(len, data)) - len(data[own])
+        self.spent("exchange")
+
     def spent(self, part: str) -> None:
         """Add the time since the last call to this part."""
         now = self._now()
@@ -96,61 +101,41 @@ def choose(counts: Sequence[int], elements: int, value_dtype: str) -> Literal["g
     return "split" if payload and len(counts) > 1 + union / payload else "gather"
 
 
-def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
-    """Every rank gets every payload and adds up all segments."""
-    ranks = Ranks(group)
-
-    def encode() -> bytes:
-        data = fragment.encode()
-        timings.spent("encode")
-        return data
-
-    payloads = ranks.gather("encode what is sent", encode, fragment.limit)
-    timings.spent("exchange")
-    nbytes = [len(data) for data in payloads]
-    timings.sent_nbytes += nbytes[group.rank]
-    timings.received_nbytes += sum(nbytes) - nbytes[group.rank]
-
-    def add() -> list[Mean]:
-        means = add_up(dict(enumerate(payloads)), fragment, group.rank)
-        timings.spent("decode")
-        return means
-
-    means = ranks.do("add up what was sent", add)
-    timings.spent("exchange")
-    return means
-
-
-def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
-    """Every rank adds up one range of segments, then all gather the means."""
-    ranks, limit = Ranks(group), fragment.limit
-    ranges = owned(fragment.segments, group.size)
+def mean_of_sparse(
+    group: Group, fragment: Fragment, method: Literal["gather", "split"], timings: Timings
+) -> list[Mean]:
+    """The mean of each segment of a fragment over what all ranks send. A collective."""
+    ranks, limit, split = Ranks(group), fragment.limit, method == "split"
+    everything = range(len(fragment.segments))
+    ranges = owned(fragment.segments, group.size) if split else [everything] * group.size
     own = fragment.only(ranges[group.rank])
 
-    # 1. Each rank sends, of each range, its payload to the range's owner.
+    # 1. Each rank sends its payload of each range to the range's owner; where all add up everything, to all.
     def encode() -> list[bytes]:
-        outgoing = [fragment.only(numbers).encode() for numbers in ranges]
+        data = [fragment.only(numbers).encode() for numbers in (ranges if split else [everything])]
         timings.spent("encode")
-        timings.sent_nbytes += sum(map(len, outgoing)) - len(outgoing[group.rank])
-        return outgoing
+        timings.sent_nbytes += sum(map(len, data)) - (len(data[group.rank]) if split else 0)
+        return data
 
-    incoming = ranks.exchange("encode what is sent", encode, limit)
-    timings.spent("exchange")
-    timings.received_nbytes += sum(map(len, incoming)) - len(incoming[group.rank])
+    if split:
+        incoming = ranks.exchange("encode what is sent", encode, limit)
+    else:
+        incoming = ranks.gather("encode what is sent", lambda: encode()[0], limit)
+    timings.received(incoming, group.rank)
 
     # 2. The owner adds up all payloads of its range, and encodes the means as one more payload, which all gather.
     def add() -> tuple[list[Mean], bytes]:
         means = add_up(dict(enumerate(incoming)), own, group.rank)
         timings.spent("decode")
-        encoded = own.of_means(means).encode()
+        encoded = own.of_means(means).encode() if split else b""
         timings.spent("encode")
         return means, encoded
 
     means, gathered = ranks.do_and_gather("add up what was sent", add, limit)
-    timings.spent("exchange")
-    nbytes = [len(data) for data in gathered]
-    timings.sent_nbytes += nbytes[group.rank]
-    timings.received_nbytes += sum(nbytes) - nbytes[group.rank]
+    timings.sent_nbytes += len(gathered[group.rank])
+    timings.received(gathered, group.rank)
+    if not split:
+        return means
 
     # 3. Each rank decodes the others' means.
     def decode() -> list[Mean]:
@@ -166,24 +151,34 @@ def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     return found
 
 
-def dense(group: Group, values: F32, timings: Timings) -> F32:
-    """The mean of float32 values (k,) over all ranks, in rank order: DiLoCo's exchange.
+def mean_of_dense(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
+    """As `mean_of_sparse` of a dense fragment."""
+    mean = dense(group, [np.asarray(each) for each in fragment.sent], timings)
+    timings.sent_nbytes += mean.nbytes
+    timings.received_nbytes += 2 * mean.nbytes * (group.size - 1) // group.size  # ranges, then their means
+    ends = np.cumsum([segment.size for segment in fragment.segments])
+    return [Mean(None, part) for part in np.split(mean, ends[:-1])]
+
+
+def dense(group: Group, parts: Sequence[F32], timings: Timings) -> F32:
+    """The mean of float32 values over all ranks, in rank order: DiLoCo's exchange. parts: (k,) in all.
 
     Each rank adds up a range and all gather the means, as a ring all-reduce does and with its bytes, but in an order
     that does not depend on who adds.
     """
-    width = -(-len(values) // group.size)
+    size = sum(map(len, parts))
+    width = -(-size // group.size)
     padded = np.zeros((group.size, width), np.float32)
-    padded.reshape(-1)[: len(values)] = values
+    np.concatenate(parts, out=padded.reshape(-1)[:size])
     timings.spent("encode")
-    rows = group.all_to_all_floats(padded)
+    rows = group.all_to_all_rows(padded)
     timings.spent("exchange")
     total = np.zeros(width, np.float32)
     for row in rows:
         total += row
     total /= np.float32(group.size)
     timings.spent("decode")
-    found = group.gather_floats(total).reshape(-1)[: len(values)]
+    found = group.gather_rows(total).reshape(-1)[:size]
     timings.spent("exchange")
     return found
 
@@ -197,15 +192,6 @@ def owned(segments: Sequence[SharedSegment], ranks: int) -> list[range]:
     return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
-def sent_by(rank: int) -> AbstractContextManager[None]:
-    """Decode a rank's bytes: whatever is wrong with them (header, codec, zstd) becomes ExchangeError with that rank."""
-    return translate(
-        FormatError,
-        msgspec.DecodeError,
-        to=lambda text: ExchangeError(f"rank {rank}: {text}", ranks=(rank,)),
-    )
-
-
 def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None) -> list[Mean]:
     """The mean of these segments over payloads by rank, added in rank order.
 
@@ -214,29 +200,29 @@ def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None)
     """
     if not mine.segments:
         return []
-    decoders = {
-        sender: [] if sender == rank else _open(sender, data, mine) for sender, data in sorted(payloads.items())
-    }
+    ranks = sorted(payloads)
+    decoders = {sender: open_from(sender, payloads[sender], mine) for sender in ranks if sender != rank}
 
     def add(number: int) -> Mean:
-        total = sum_of(mine.segments[number], mine.coding)
-        for sender, decode in decoders.items():
-            with sent_by(sender):
-                total.add(mine.sent[number] if sender == rank else decode[number]())
-        return total.mean(len(decoders))
+        sent = (mine.sent[number] if sender == rank else decoders[sender][number]() for sender in ranks)
+        return mean_of(sent, len(ranks), mine.segments[number], mine.coding)
 
     return list(ordered_map(add, range(len(mine.segments))))
 
 
-def _open(rank: int, data: memoryview, fragment: Fragment) -> list[Decoder]:
-    with sent_by(rank):
-        return payload.open_payload(data, fragment.segments, fragment.coding)
+def open_from(rank: int, data: memoryview, fragment: Fragment) -> list[Decoder]:
+    """As `payload.open_payload`; whatever is wrong (header, codec, zstd) becomes an ExchangeError with the rank."""
+    named: ContextDecorator = translate(
+        FormatError,
+        msgspec.DecodeError,
+        to=lambda text: ExchangeError(f"rank {rank}: {text}", ranks=(rank,)),
+    )
+    return [named(decode) for decode in named(payload.open_payload)(data, fragment.segments, fragment.coding)]
 
 
 def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     """The means of the range that another rank added up."""
     if not part.segments:
         return []
-    with sent_by(rank):
-        means = part.of_means()
-        return [Mean(*sends) for sends in payload.decode(data, means.segments, means.coding)]
+    sends = ordered_map(lambda decode: decode(), open_from(rank, data, part.of_means()))
+    return [Mean(each.indices, each.values) for each in sends if isinstance(each, Sends)]

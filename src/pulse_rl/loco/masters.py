@@ -7,7 +7,7 @@ here and in a payload; fragments are runs of segments that are exchanged togethe
 bounded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,11 +17,10 @@ import torch
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
-from pulse_rl.loco.gate import Sends
+from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.sums import Mean
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights import digests
-from pulse_rl.weights.digests import mix
 from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.segments import segments
 
@@ -76,7 +75,7 @@ class Masters:
         ]
         self.fragments = _fragments([segment.size for segment in self.segments])
         self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
-        self.empty_digest = sum(mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
+        self._empty_digest = sum(digests.mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
         self._frozen: dict[str, F32] = {}
         self.copy_from_live()
 
@@ -125,7 +124,9 @@ class Masters:
 
     def live(self, segment: MasterSegment) -> F32:
         """The live parameters of a segment, or frozen ones; not to be written to."""
-        return self._frozen_part(segment) if self._frozen else self._read(segment)
+        if self._frozen:
+            return self._frozen[segment.name][segment.start : segment.stop]
+        return self._read(segment)
 
     def fold(self) -> None:
         """Move the inner steps since the last round into the residual, if there is one, and take them back.
@@ -142,12 +143,10 @@ class Masters:
                 loco.keep(segment.shared, self.live(segment), segment.residual, *nothing)
             self._write(segment)
 
-    def take_over(self, theta: Sequence[F32], momentum: Sequence[F32]) -> None:
-        """Set θ, the live parameters and the momentum to another trainer's, of each segment; residuals become empty."""
-        for segment, its_theta, its_momentum in zip(self.segments, theta, momentum, strict=True):
-            segment.shared[:], segment.momentum[:] = its_theta, its_momentum
-            if segment.residual is not None:
-                segment.residual.fill(0)
+    def begin_anew(self) -> None:
+        """Go on from a θ and momentum that another trainer has given: the live parameters are θ, residuals empty."""
+        for residual in self.residual.values():
+            residual.fill(0)
         self.copy_to_live()
 
     def check_outer(self, means: Sequence[Mean], lr: float, mu: float) -> None:
@@ -164,61 +163,58 @@ class Masters:
                     "infinity or NaN; nothing was changed: a trainer diverged, go back to an earlier checkpoint"
                 )
 
-    def commit(self, segment: MasterSegment, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
-        """Take the outer step on a segment: residual, momentum, θ and the live parameters; returns θ's digest there.
+    def commit(self, number: int, outcome: Outcome, lr: float, mu: float) -> int:
+        """Take a round's outer step on one segment; returns the digest of θ there.
 
-        sends: what this trainer sent, to be subtracted from the residual. gradient: the mean over all trainers, (n,).
-        The live parameters become θ, and frozen ones θ − (frozen − live), which keeps the steps taken since `freeze`.
+        What this trainer sent is subtracted from the residual. θ and momentum move along the mean, or become those
+        that another trainer gave. The live parameters become θ, and frozen ones θ − (frozen − live), which keeps the
+        steps taken since `freeze`.
         """
-        self._keep(segment, sends)
-        loco.outer(segment.shared, segment.momentum, gradient, lr, mu)
+        segment, after = self.segments[number], outcome.after
+        if segment.residual is not None and outcome.sends:
+            sends = outcome.sends[number]
+            loco.keep(segment.shared, self.live(segment), segment.residual, sends.indices, sends.values)
+        if after is None:
+            mean = outcome.means[number].dense(segment.size)
+            loco.outer(segment.shared, segment.momentum, mean, lr, mu)
+        else:
+            segment.shared[:], segment.momentum[:] = after.theta[number], after.momentum[number]
         self._write(segment)
-        return self._digest(segment, segment.shared)
+        return self.digest_of(segment, segment.shared)
 
-    def adopt(self, segment: MasterSegment, sends: Sends | None, theta: F32, momentum: F32) -> int:
-        """Likewise where another trainer gives θ and momentum after the outer step, (n,), in place of the gradient."""
-        self._keep(segment, sends)
-        segment.shared[:], segment.momentum[:] = theta, momentum
-        self._write(segment)
-        return self._digest(segment, segment.shared)
+    def digest(self) -> str:
+        """The digest of θ, as `pulse.digest` of the trainable parameters."""
+        return self.total_digest([segment.shared for segment in self.segments])
 
-    def digest(self) -> int:
-        """The digest of θ: as `pulse.digest` of the trainable parameters."""
-        total = sum(self._digest(segment, segment.shared) for segment in self.segments)
-        return (self.empty_digest + total) & digests.MASK
+    def momentum_digest(self) -> str:
+        """Likewise of the momentum."""
+        return self.total_digest([segment.momentum for segment in self.segments])
 
-    def digest_of(self, values: Sequence[F32]) -> int:
-        """The digest of these values of each segment, as if they were θ."""
-        total = sum(self._digest(segment, each) for segment, each in zip(self.segments, values, strict=True))
-        return (self.empty_digest + total) & digests.MASK
+    def total_digest(self, values: Sequence[F32]) -> str:
+        """The digest of these values of each segment, as if they were θ, 16 hex digits."""
+        return self.total_of(map(self.digest_of, self.segments, values))
+
+    def total_of(self, terms: Iterable[int]) -> str:
+        """The digest of a state of which these are the digests of the segments."""
+        return digests.to_hex(self._empty_digest + sum(terms))
+
+    def digest_of(self, segment: MasterSegment, values: F32) -> int:
+        """What these values of a segment add to a digest."""
+        return cpu.digest_range(self.seed(segment), segment.start, values.view(np.uint32))
 
     def seed(self, segment: MasterSegment) -> int:
         """The digest's seed of a segment's tensor."""
         return self._seeds[segment.name]
 
-    def momentum_digest(self) -> int:
-        """Likewise of the momentum."""
-        return sum(self._digest(segment, segment.momentum) for segment in self.segments) & digests.MASK
-
-    def _keep(self, segment: MasterSegment, sends: Sends | None) -> None:
-        if segment.residual is not None and sends is not None:
-            loco.keep(segment.shared, self.live(segment), segment.residual, sends.indices, sends.values)
-
-    def _digest(self, segment: MasterSegment, values: F32) -> int:
-        return cpu.digest_range(self._seeds[segment.name], segment.start, values.view(np.uint32))
-
     def _read(self, segment: MasterSegment) -> F32:
         values: F32 = self._live[segment.name].read(segment.start, segment.stop).view(np.float32)
         return values
-
-    def _frozen_part(self, segment: MasterSegment) -> F32:
-        return self._frozen[segment.name][segment.start : segment.stop]
 
     def _write(self, segment: MasterSegment) -> None:
         values = segment.shared
         if self._frozen:
             # In this order a parameter that has not moved gets θ's own bits: −0 − (+0) is −0, but −0 + (+0) is +0.
-            values = self._frozen_part(segment)
+            values = self.live(segment)
             np.subtract(values, self._read(segment), out=values)
             np.subtract(segment.shared, values, out=values)
         self._live[segment.name].write(segment.start, values.view(np.uint32))

@@ -4,12 +4,12 @@ FixedMembers                    the ranks of one process group, all of them in e
 elastic.ElasticMembers          trainers that come and go: it has one group at a time
 meeting.group.StoreMembers      trainers that reach each other only through an object store
 
-No trainer's state is changed here.
+A trainer's state is changed by `join` alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 from blake3 import blake3
@@ -19,13 +19,11 @@ from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError, sh
 from pulse_rl.group import agreement
 from pulse_rl.group.collectives import Group, RankPlace, Wording
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.loco.checkpoint import Counters
-from pulse_rl.loco.contributions import Contribution, NonFinite
+from pulse_rl.loco import log8
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.outcome import Outcome
-from pulse_rl.loco.sums import Mean
+from pulse_rl.loco.trainer import Trainer
 from pulse_rl.weights.layout import Sides, TensorSpec, compare_layouts
 
 SAID_NBYTES = 64 << 20  # of one rank's options, or the shapes of its parameters, as JSON
@@ -37,35 +35,14 @@ TRAINERS = Wording(
     advice="the shared weights are those of the last whole round: start the trainers again from their last checkpoint",
 )
 
-T = TypeVar("T")
-
-
-class Trainer(NamedTuple):
-    """One trainer, as those that it meets see it."""
-
-    counters: Counters
-    masters: Masters
-    contribution: Contribution
-    options: Mapping[str, str]  # what must be the same on all trainers, apart from the state
-    compare: Callable[[Group], None]  # a collective that raises IntegrityError where states differ
-    check: Callable[[Sequence[Mean]], None]  # raises FloatingPointError if the outer step along these would overflow
-    commit: Callable[[Outcome, int], int]  # take the outer step of a round of that many inner steps: θ's digest
-
 
 class Members(Protocol):
     """What a round needs of the trainers that take part in it."""
 
-    @property
-    def place(self) -> RankPlace:
-        """The rank, of how many, whose residual a checkpoint holds."""
-
-    @property
-    def elastic(self) -> bool:
-        """Whether trainers come and go, so that a round needs `join` first."""
-
-    @property
-    def no_overlap(self) -> str | None:
-        """Why a round cannot be exchanged in the background by these trainers; None if it can."""
+    place: RankPlace  # the rank, of how many, whose residual a checkpoint holds
+    turn: int  # of the trainer's phases, see `log8`
+    elastic: bool = False  # whether trainers come and go, so that a round needs `join` first
+    no_overlap: str | None = None  # why a round cannot be exchanged in the background by these trainers
 
     def join(self, trainer: Trainer) -> None:
         """Take part from now on. A collective, unless trainers come and go."""
@@ -73,25 +50,26 @@ class Members(Protocol):
     def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
         """Exchange the trainer's next round; changes nothing of it. A collective.
 
-        Raises as `GroupMembers.collect` does.
+        Raises ExchangeError if a trainer is lost or cannot go on (where they come and go: if this one is at fault), and
+        FloatingPointError for a pseudo-gradient or mean with an infinity or NaN, and as `Trainer.check`.
         """
 
-    def settle(self, prove: Callable[[Group], None], digest: int) -> None:
-        """After a round: prove, by a collective, that all hold the same. digest: θ's."""
+    def settle(self, trainer: Trainer) -> None:
+        """After a round: prove, by a collective, that all hold the same."""
 
 
 class _Report(msgspec.Struct, array_like=True):
     """What one rank says before a round is exchanged."""
 
-    non_finite: int | None  # the number of the first segment whose pseudo-gradient holds an infinity or NaN
+    broken: str | None  # what of its pseudo-gradient is not finite
     counts: list[int]  # elements that it sends of each fragment
 
 
-class GroupMembers:
-    """Trainers that exchange a round over a group, until all have received everything."""
+class GroupMembers(Members):
+    """Trainers that exchange a round over a group, until all have received everything.
 
-    elastic = False  # whether those that are left exchange a round again that failed
-    no_overlap: str | None = None
+    Where they come and go, those that are left exchange a round again that failed.
+    """
 
     @property
     def group(self) -> Group:
@@ -106,31 +84,27 @@ class GroupMembers:
         return arrived
 
     def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
-        """Exchange a round, until every member has received everything; if one is lost, the rest repeat it.
-
-        Raises ExchangeError if a trainer is lost or cannot go on (where they come and go: if this one is at fault), and
-        FloatingPointError for a pseudo-gradient or mean with an infinity or NaN, and as `Trainer.check`.
-        """
+        """Exchange a round, until every member has received everything; if one is lost, the rest repeat it."""
 
         @cache  # it does not depend on who takes part
-        def find() -> list[Sends] | NonFinite:
-            found = trainer.contribution.find()
-            timings.spent("gate")
-            return found
-
-        def report() -> tuple[list[Sends], _Report]:
-            found = find()
-            if isinstance(found, NonFinite):
-                return [], _Report(found.segment, [])
-            return found, _Report(None, trainer.contribution.counts(found))
+        def find() -> tuple[list[Sends], _Report]:
+            try:
+                sends = trainer.contribution.find()
+                return sends, _Report(None, trainer.contribution.counts(sends))
+            except FloatingPointError as error:
+                return [], _Report(str(error), [])
+            finally:
+                timings.spent("gate")
 
         while True:
             outcome = None
             try:
                 group = self.group
-                sends, reports = Ranks(group).do_and_share("find what to send", report, _Report)
+                sends, reports = Ranks(group).do_and_share("find what to send", find, _Report)
                 timings.spent("exchange")
-                self._require_finite(trainer, reports)
+                for rank, report in enumerate(reports):
+                    if report.broken is not None:
+                        self._refuse(rank, f"rank {rank}, round {trainer.round + 1}: {report.broken}")
                 methods, means = [], []
                 everyone = (each.counts for each in reports)
                 for fragment, *counts in zip(trainer.masters.fragments, *everyone, strict=True):
@@ -148,70 +122,83 @@ class GroupMembers:
             if committed and outcome is not None:
                 return outcome
 
-    def _require_finite(self, trainer: Trainer, reports: Sequence[_Report]) -> None:
-        """Raise on all ranks if a pseudo-gradient holds an infinity or NaN."""
-        for rank, report in enumerate(reports):
-            if report.non_finite is not None:
-                message = (
-                    f"rank {rank}, round {trainer.counters.round + 1}: expected finite numbers in the pseudo-gradient "
-                    f"of {trainer.masters.segments[report.non_finite].name!r}, found an infinity or NaN"
-                )
-                if self.elastic and rank != self.group.rank:
-                    raise ExchangeError(message, ranks=(rank,))
-                raise FloatingPointError(message)
+    def _refuse(self, rank: int, message: str) -> NoReturn:
+        """Raise for a rank whose pseudo-gradient is not finite: on all ranks alike, or where it goes on it alone."""
+        if self.elastic and rank != self.group.rank:
+            raise ExchangeError(message, ranks=(rank,))
+        raise FloatingPointError(message)
 
 
 class FixedMembers(GroupMembers):
     """The ranks of one process group: who is lost ends the rounds of all."""
 
     def __init__(self, group: Group) -> None:
+        self.place = group.place
+        self.turn = log8.turn_of(group.rank)
         self._fixed = group
 
     @property
     def group(self) -> Group:
         return self._fixed
 
-    @property
-    def place(self) -> RankPlace:
-        return self.group.place
-
     def join(self, trainer: Trainer) -> None:
-        when, remedy = f"before round {trainer.counters.round + 1}", "give all ranks the same"
+        when, remedy = f"before round {trainer.round + 1}", "give all ranks the same"
         shapes = {name: list(shape) for name, shape in trainer.masters.shapes.items()}
-        try:  # first: the parameters of other models differ too, and no checkpoint makes them alike
-            agreement.compare(self.group, {"models differ": trainer.options["model"]}, when, f"{remedy} one")
-        except IntegrityError as error:
-            one, other = (
-                {name: TensorSpec(name, "F32", tuple(shape)) for name, shape in side.items()}
-                for side in self._both_sides(error, shapes)
-            )
-            try:
-                compare_layouts(one, other, Sides("parameters", "the others", f"rank {error.ranks[0]}"))
-            except BaseMismatchError as difference:
-                raise _with_detail(error, str(difference)) from None
-            raise
+        # First: the parameters of other models differ too, and no checkpoint makes them alike.
+        self._require_same("models", trainer.options["model"], shapes, when, f"{remedy} one", _unlike_models)
         trainer.compare(self.group)
+        options = trainer.options
+        self._require_same("options", fingerprint(options), options, when, f"{remedy} ones", _unlike_options)
+
+    def settle(self, trainer: Trainer) -> None:
+        trainer.prove(self.group)
+
+    def _require_same(
+        self,
+        what: str,
+        mine: str,
+        values: Mapping[str, Any],
+        when: str,
+        remedy: str,
+        unlike: Callable[[dict[str, Any], dict[str, Any], int], str],
+    ) -> None:
+        """Raise IntegrityError unless all ranks have the same values. A collective.
+
+        mine: a hash of this rank's. unlike: says how the first rank that is unlike the majority differs from it.
+        """
         try:
-            agreement.compare(self.group, {"options differ": fingerprint(trainer.options)}, when, f"{remedy} ones")
+            agreement.compare(self.group, {f"{what} differ": mine}, when, remedy)
         except IntegrityError as error:
-            raise _with_detail(error, name_options(*self._both_sides(error, trainer.options))) from None
-
-    def _both_sides(self, error: IntegrityError, mine: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-        """Of what differs: what the majority has, and the first rank that is unlike it. A collective."""
-        rows = self.group.gather(msgspec.json.encode(mine), SAID_NBYTES)
-        like = next(rank for rank in range(self.group.size) if rank not in error.ranks)
-        expected, found = (decode_json(rows[rank], dict[str, Any], f"rank {rank}") for rank in (like, error.ranks[0]))
-        return expected, found
-
-    def settle(self, prove: Callable[[Group], None], digest: int) -> None:
-        prove(self.group)
+            rows = self.group.gather(msgspec.json.encode(values), SAID_NBYTES)
+            odd = error.ranks[0]
+            like = next(rank for rank in range(self.group.size) if rank not in error.ranks)
+            expected, found = (decode_json(rows[rank], dict[str, Any], f"rank {rank}") for rank in (like, odd))
+            difference = unlike(expected, found, odd)
+            raise IntegrityError(
+                f"{error} ({difference})", expected=error.expected, found=error.found, ranks=error.ranks
+            ) from None
 
 
-def name_options(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """In which options two trainers differ, by their values."""
-    odd = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+def _unlike_models(expected: dict[str, Any], found: dict[str, Any], rank: int) -> str:
+    one, other = (
+        {name: TensorSpec(name, "F32", tuple(shape)) for name, shape in side.items()} for side in (expected, found)
+    )
+    try:
+        compare_layouts(one, other, Sides("parameters", "the others", f"rank {rank}"))
+    except BaseMismatchError as difference:
+        return str(difference)
+    return "in the order of their parameters"
+
+
+def _unlike_options(expected: dict[str, Any], found: dict[str, Any], rank: int) -> str:
+    odd = unlike(expected, found)
     pairs = [(name, *readable(found.get(name), expected.get(name))) for name in odd]
     return shown([f"{name}={one} instead of {other}" for name, one, other in pairs])
+
+
+def unlike(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """The names of the options in which two trainers differ."""
+    return [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
 
 
 def readable(*values: str | None) -> list[str]:
@@ -222,11 +209,6 @@ def readable(*values: str | None) -> list[str]:
     except ValueError:
         return texts
     return short if len(set(short)) == len(set(texts)) else texts
-
-
-def _with_detail(error: IntegrityError, what: str) -> IntegrityError:
-    """The same error with more in its message."""
-    return IntegrityError(f"{error} ({what})", expected=error.expected, found=error.found, ranks=error.ranks)
 
 
 def fingerprint(options: Mapping[str, str]) -> str:

@@ -3,9 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from pulse_rl.loco import log8
 from pulse_rl.loco.arguments import check_choices, check_scale, default_scale
-from pulse_rl.loco.contributions import DenseContribution, SparseContribution
+from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.elastic import Membership
 from pulse_rl.loco.exchange import EXCHANGES, Exchange
 from pulse_rl.loco.gate import GATES, Gate
@@ -99,13 +98,11 @@ class PulseLoCo(LocalSteps):
             process_group=process_group,
         )
 
-    def _contribute(self, process_group: object) -> SparseContribution:
+    def _contribute(self, process_group: object) -> Contribution:
         given, default = self._given_scale, default_scale(self.value_dtype, self.outer_lr, self.outer_momentum)
         self.gate_scale = default if given is None else given
-        rank = self._members.place.rank
-        turn = log8.turn_of_name(process_group.name) if isinstance(process_group, Membership) else log8.turn_of(rank)
         coding = Coding(self.gate, self.value_dtype, self.gate_scale)
-        return SparseContribution(self._masters, coding, turn, self.exchange)
+        return Contribution(self._masters, coding, self._members.turn, self.exchange)
 
     def _options(self) -> dict[str, object]:
         names = "gate", "gate_scale", "value_dtype", "exchange"
@@ -140,10 +137,10 @@ class DiLoCo(LocalSteps):
         ExchangeError: There is no process group.
     """
 
-    def _contribute(self, process_group: object) -> DenseContribution:
+    def _contribute(self, process_group: object) -> Contribution:
         if isinstance(process_group, StoreGroup) and process_group.late_after is not None:
             raise ValueError(
                 "late_after: expected None with DiLoCo, which keeps no residual for what comes too late, found "
                 f"{process_group.late_after}: wait for all, or use PulseLoCo"
             )
-        return DenseContribution(self._masters)
+        return Contribution(self._masters, Coding("float32", "dense"), 0, "auto")

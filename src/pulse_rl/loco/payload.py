@@ -21,11 +21,13 @@ brought into the order of classes once (`in_order`), to be encoded and to be add
     u32 × S    bytes of each segment's stream
     streams
 
+A dense payload is all values, float32 and little-endian.
+
 Who sent a payload is not known here: a broken one is a FormatError, from which `exchange` makes an ExchangeError.
 """
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -42,7 +44,7 @@ from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu import sends as streams
-from pulse_rl.kernels.cpu.classes import CLASSES, SIGN, Classes, Places, arrange, counted, order
+from pulse_rl.kernels.cpu.classes import CLASSES, Classes, Places, arrange, counted, order
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import log8
 from pulse_rl.loco.gate import Sends, cast
@@ -82,7 +84,7 @@ class SharedSegment(NamedTuple):
         return self.start + self.size
 
 
-Sent: TypeAlias = Sends | Places  # of a segment; of logarithms by class
+Sent: TypeAlias = Sends | Places | F32  # of a segment; of logarithms by class; of dense payloads all values, (n,)
 Decoder: TypeAlias = Callable[[], Sent]
 
 
@@ -95,7 +97,7 @@ class Coding(NamedTuple):
     """How values are written; all ranks have the same."""
 
     gate: str
-    value_dtype: str = "float32"
+    value_dtype: str = "float32"  # a ValueDtype, or "dense": every element is sent, as DiLoCo does
     scale: float = 1.0  # the gate's; of log8 the units of a cell's width
 
 
@@ -113,6 +115,8 @@ def encode(sent: Sequence[Sent], segments: Sequence[SharedSegment], coding: Codi
 
     sent: of each segment, `in_order`.
     """
+    if coding.value_dtype == "dense":
+        return b"".join(one.astype("<f4", copy=False).tobytes() for one in sent if isinstance(one, np.ndarray))
     counts = np.array([len(one[0]) for one in sent], "<u4").tobytes()
     if coding.value_dtype == "log8":
         coded = list(ordered_map(_encode_log8, zip(sent, segments, strict=True)))
@@ -129,17 +133,13 @@ def encode(sent: Sequence[Sent], segments: Sequence[SharedSegment], coding: Codi
     return blake3(data).digest(HASH) + data
 
 
-def decode(payload: memoryview, segments: Sequence[SharedSegment], coding: Coding) -> Iterator[Sends]:
-    """What a payload says of each of these segments. Raises FormatError for bytes that no `encode` wrote."""
-    decoders = open_payload(payload, segments, coding)
-    return ordered_map(lambda pair: _by_index(pair[0](), pair[1], coding), zip(decoders, segments, strict=True))
-
-
 def open_payload(payload: memoryview, segments: Sequence[SharedSegment], coding: Coding) -> list[Decoder]:
     """Check a payload of these segments; returns one function a segment that decodes it and checks what it says.
 
     Raises FormatError for bytes that no `encode` wrote; so do the functions that it returns.
     """
+    if coding.value_dtype == "dense":
+        return _open_dense(payload, segments)
     header = HASH + LENGTHS.size + 4 * len(segments)
     most = limit([segment.size for segment in segments])
     if not header <= len(payload) <= most:
@@ -188,12 +188,29 @@ def open_payload(payload: memoryview, segments: Sequence[SharedSegment], coding:
     ]
 
 
+def indices_of(sent: Sent, segment: SharedSegment) -> NDArray[np.uint32]:
+    """The elements of a segment that are sent, (k,), each once."""
+    if isinstance(sent, Places):
+        return order(segment.classes)[sent.places].astype(np.uint32)
+    return sent.indices if isinstance(sent, Sends) else np.arange(segment.size, dtype=np.uint32)
+
+
 def rounded(values: F32, value_dtype: str) -> F32:
     """The values as they arrive when sent in that dtype: the rounding error stays in the residual."""
     if value_dtype != "bfloat16":  # of log8 they were made so
         return values
     widened: F32 = (cast(values, value_dtype).astype(np.uint32) << 16).view(np.float32)
     return widened
+
+
+def _open_dense(payload: memoryview, segments: Sequence[SharedSegment]) -> list[Decoder]:
+    ends = np.cumsum([segment.size for segment in segments]).tolist()
+    if len(payload) != 4 * ends[-1]:
+        raise FormatError(f"payload: expected {4 * ends[-1]} bytes, found {len(payload)}")
+    values = np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        raise FormatError("payload: expected finite values, found an infinity or NaN")
+    return [partial(np.ndarray.view, part) for part in np.split(values, ends[:-1])]
 
 
 def _part(sends: Sends, segment: SharedSegment, coding: Coding) -> SegmentChanges:
@@ -223,19 +240,6 @@ def _decode_log8(data: memoryview, count: int, segment: SharedSegment, coding: C
             "hold them"
         )
     return found
-
-
-def _by_index(sent: Sent, segment: SharedSegment, coding: Coding) -> Sends:
-    if isinstance(sent, Sends):
-        return sent
-    indices = order(segment.classes)[sent.places].astype(np.uint32)
-    against = segment.classes.each[indices] >= SIGN
-    values = log8.to_values(
-        np.where(against, -sent.moves, sent.moves), segment.shared[indices], coding.gate, coding.scale
-    )
-    if not np.isfinite(values).all():
-        raise FormatError("payload: expected finite values, found one that overflows float32")
-    return Sends(indices, values)
 
 
 def _split(values: F32, value_dtype: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -11,18 +11,10 @@ ranks; θ takes one step of SGD with Nesterov momentum along g; the live paramet
 compared. (PULSELoCo: arXiv 2602.03839; DiLoCo: arXiv 2311.08105.) The inner optimizer's state stays each rank's own.
 All ranks take the same number of inner steps: one that skips a step keeps the others waiting.
 
-A trainer is in one of four phases:
-
-    phase        when                                         next
-    IDLE         outside of the context                       STEPPING when entered
-    STEPPING     in the context, no round in the background   EXCHANGING when a round begins with overlap;
-                                                              IDLE when left
-    EXCHANGING   a thread exchanges a round                   STEPPING when it ends: `overlap` inner steps later, or by
-                                                              `sync()`; IDLE when left, which ends it too
-    FAILED       a round raised an error or was interrupted   none: start again from a checkpoint
-
-Without overlap a round takes place within an inner step. From a round's begin in the caller's thread to its end, the
-phase is FAILED, so that any error or interruption leaves it so.
+A trainer is entered (`_steps`) or not, a thread of it exchanges a round (`_background`) or none does, and it has failed
+or not. From a round's begin in the caller's thread to its end it has, so that any error or interruption leaves it so:
+then start again from a checkpoint. With overlap it has not while the thread exchanges. Such a round ends `overlap`
+inner steps later, by `sync()`, or when the context is left.
 
 With overlap=n > 0 a round ends n inner steps after it began:
 
@@ -46,16 +38,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from blake3 import blake3
 
 from pulse_rl.errors import ExchangeError
-from pulse_rl.group import agreement
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import arguments, checkpoint
 from pulse_rl.loco.contributions import Contribution
@@ -63,22 +51,13 @@ from pulse_rl.loco.elastic import Membership
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting.group import StoreGroup
-from pulse_rl.loco.members import TRAINERS, FixedMembers, Members, Trainer
+from pulse_rl.loco.members import TRAINERS, FixedMembers, Members
 from pulse_rl.loco.outcome import LocoReport, Outcome
 from pulse_rl.loco.steps import InnerSteps, warn_unexchanged
+from pulse_rl.loco.trainer import Trainer
 from pulse_rl.observers import tell, telling_failures
-from pulse_rl.parallel import ordered_map, submit
-from pulse_rl.weights import digests
+from pulse_rl.parallel import submit
 from pulse_rl.weights.names import named_parameters
-
-
-class Phase(Enum):
-    """What a trainer is doing; the module's docstring has the transitions."""
-
-    IDLE = "idle"
-    STEPPING = "stepping"
-    EXCHANGING = "exchanging"
-    FAILED = "failed"
 
 
 class _Background(NamedTuple):
@@ -133,8 +112,6 @@ class LocalSteps:
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
         self.overlap = overlap
-        self.round = 0
-        self.inner_steps = 0
         self.reports: list[LocoReport] = []
         self._model = model
         self._inner = inner_optimizer
@@ -142,16 +119,32 @@ class LocalSteps:
         if overlap and self._members.no_overlap:
             raise ValueError(f"overlap: expected 0 {self._members.no_overlap}, found {overlap}")
         self._masters = Masters(parameters, with_residual=self._HAS_RESIDUAL)
-        self._contribution = self._contribute(process_group)
-        self._phase = Phase.IDLE
+        contribution = self._contribute(process_group)
+        options = {"method": type(self).__name__, "sync_every": sync_every} | self._options()
+        self._trainer = Trainer(self._masters, contribution, options, lr=outer_lr, mu=outer_momentum)
         self._steps: InnerSteps | None = None  # in the context
-        self._background: _Background | None = None  # EXCHANGING
+        self._background: _Background | None = None
+        self._failed = False
         self._loaded = False  # a state was loaded, and the context not entered since
         self._thread = ThreadPoolExecutor(1, "pulse-round")
 
     def _contribute(self, process_group: object) -> Contribution:
         """What this trainer adds to each round."""
         raise NotImplementedError
+
+    def _options(self) -> dict[str, object]:
+        """All that must be the same on all ranks, apart from the state."""
+        return {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum, "overlap": self.overlap}
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return self._trainer.round
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps since the last round began."""
+        return self._trainer.inner_steps
 
     @property
     def report(self) -> LocoReport | None:
@@ -169,7 +162,7 @@ class LocalSteps:
 
         With overlap the parameters are θ plus the inner steps taken during the exchange, and their digest differs.
         """
-        return digests.to_hex(self._masters.digest())
+        return self._masters.digest()
 
     def __enter__(self) -> Self:
         """Make sure that all ranks hold the same, and count the inner optimizer's steps. A collective.
@@ -186,7 +179,7 @@ class LocalSteps:
             TypeError: The inner optimizer only wraps one, and calls no hooks.
         """
         self._refuse_failed()
-        if self._phase is not Phase.IDLE:
+        if self._steps is not None or self._background is not None:
             raise RuntimeError("this context is entered already")
         steps = InnerSteps(self._model, self._inner, self._stepped)
         try:
@@ -195,7 +188,6 @@ class LocalSteps:
             steps.stop()
             raise
         self._steps = steps
-        self._phase = Phase.STEPPING
         return self
 
     def _join(self) -> None:
@@ -209,14 +201,7 @@ class LocalSteps:
             self._masters.copy_from_live()
         self._loaded = False
         with _round_named(self.round + 1):
-            self._members.join(self._trainer())
-
-    def _trainer(self) -> Trainer:
-        shapes = blake3(repr(self._masters.shapes).encode()).hexdigest(8)
-        options = {"method": type(self).__name__, "sync_every": self.sync_every, "model": shapes} | self._options()
-        shown = {name: str(value) for name, value in options.items()}
-        check = partial(self._masters.check_outer, lr=self.outer_lr, mu=self.outer_momentum)
-        return Trainer(self, self._masters, self._contribution, shown, self._compare, check, self._commit)
+            self._members.join(self._trainer)
 
     def __exit__(self, *exception: object) -> None:
         """Stop counting. Inner steps since the last round stay where they are: in the live parameters.
@@ -224,20 +209,17 @@ class LocalSteps:
         A round that is exchanged in the background is ended first, which is a collective. Unless an error ends the
         context, steps that no round has exchanged are reported as a warning.
         """
-        entered = self._steps is not None
-        if self._steps is not None:
-            self._steps.stop()
-            self._steps = None
-        if self._phase is Phase.STEPPING:
-            self._phase = Phase.IDLE
-        elif self._phase is Phase.EXCHANGING:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.stop()
+        if self._background is not None:
             try:
                 self.sync()
             except Exception as failed:
                 if not isinstance(exception[1], BaseException):
                     raise
                 exception[1].add_note(f"round {self.round + 1}, whose exchange had begun, failed too: {failed}")
-        if entered and self.inner_steps and self._phase is Phase.IDLE and exception[1] is None:
+        if steps is not None and self.inner_steps and not self._failed and exception[1] is None:
             warn_unexchanged(self.inner_steps, self.round)
 
     def state_dict(self, *, workers: int | None = None) -> dict[str, Any]:
@@ -264,7 +246,7 @@ class LocalSteps:
             )
         if not self._masters.whole:
             raise RuntimeError("state_dict: the transfer of another trainer's state was cut off: load a checkpoint")
-        return checkpoint.state_dict(self, self._masters, self._members.place, workers)
+        return checkpoint.state_dict(self._trainer, self._members.place, workers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state before the context is entered.
@@ -283,7 +265,7 @@ class LocalSteps:
         if self._steps is not None:
             raise RuntimeError("load_state_dict: call it before the context is entered")
         self._rebind()
-        checkpoint.load_state_dict(self, self._masters, self._members.place, state)
+        checkpoint.load_state_dict(self._trainer, self._members.place, state)
         self._loaded = True
 
     def sync(self) -> LocoReport:
@@ -313,33 +295,33 @@ class LocalSteps:
         if self._background is None:
             self._rebind()
             inner_steps = self.inner_steps
-            outcome = self._collect(self._begin())
+            outcome = self._members.collect(self._trainer, self._begin())
         else:
             inner_steps = self._background.inner_steps
             outcome = self._end_background(self._background)
             self._rebind()
         timings = outcome.timings
         timings.start()
-        committing = submit(self._thread, self._commit, outcome, inner_steps)
+        committing = submit(self._thread, self._trainer.commit, outcome, inner_steps)
         try:
             wait([committing])
         except BaseException:
             wait([committing])  # an interruption is raised only when the round is whole
             raise
-        total = committing.result()
+        committing.result()
         timings.spent("outer")
-        self._members.settle(lambda group: self._prove(group, total), total)
+        self._members.settle(self._trainer)
         timings.spent("exchange")
-        self._phase = Phase.IDLE if self._steps is None else Phase.STEPPING
+        self._failed = False
         timings.stalled += time.perf_counter() - clock
-        report = outcome.report(self.round, self._masters.elements, digests.to_hex(total))
+        report = outcome.report(self.round, self._masters.elements, self._trainer.base)
         self.reports.append(report)
         tell(self, report)
         return report
 
     def _stepped(self) -> None:
         """After each inner step."""
-        self.inner_steps += 1
+        self._trainer.inner_steps += 1
         if self._background is not None:
             if self.inner_steps >= self._background.ends_at:
                 self.sync()
@@ -350,9 +332,9 @@ class LocalSteps:
                 self.sync()
 
     def _begin(self) -> Timings:
-        """Begin a round: until it has ended, the state is FAILED."""
+        """Begin a round: until it has ended, the trainer has failed."""
         self._refuse_failed()
-        self._phase = Phase.FAILED
+        self._failed = True
         return Timings()
 
     def _begin_background(self) -> None:
@@ -361,21 +343,21 @@ class LocalSteps:
         self._rebind()
         timings = self._begin()
         self._masters.freeze()
-        outcome = self._thread.submit(self._collect, timings)
+        outcome = self._thread.submit(self._members.collect, self._trainer, timings)
         self._background = _Background(outcome, self.inner_steps, self.inner_steps + self.overlap)
-        self._phase = Phase.EXCHANGING
+        self._failed = False
         timings.stalled += time.perf_counter() - clock
 
     def _end_background(self, background: _Background) -> Outcome:
         """Wait for the thread; returns or raises what it did."""
-        wait([background.outcome])  # an interruption here leaves the state EXCHANGING
-        self._background, self._phase = None, Phase.FAILED
+        wait([background.outcome])  # an interruption here leaves the round in the background
+        self._background, self._failed = None, True
         if background.outcome.exception() is not None:
             self._masters.thaw()
         return background.outcome.result()
 
     def _refuse_failed(self) -> None:
-        if self._phase is Phase.FAILED:
+        if self._failed:
             raise ExchangeError("an earlier round failed: start the trainers again from their last checkpoint")
 
     def _rebind(self) -> None:
@@ -384,43 +366,3 @@ class LocalSteps:
         live = {n: p for n, p in named_parameters(self._model).items() if p.requires_grad or n in shared}
         self._masters.rebind(live)
         arguments.check_stepped(live, self._inner)
-
-    def _collect(self, timings: Timings) -> Outcome:
-        """Exchange the next round; changes nothing."""
-        return self._members.collect(self._trainer(), timings)
-
-    def _commit(self, outcome: Outcome, inner_steps: int) -> int:
-        """Take the outer step of a round of `inner_steps` steps; returns θ's digest."""
-        masters, sends, after = self._masters, outcome.sends, outcome.after
-
-        def commit(number: int) -> int:
-            segment, sent = masters.segments[number], sends[number] if sends else None
-            if after is not None:
-                return masters.adopt(segment, sent, after.theta[number], after.momentum[number])
-            mean = outcome.means[number].dense(segment.size)
-            return masters.commit(segment, sent, mean, self.outer_lr, self.outer_momentum)
-
-        total = (masters.empty_digest + sum(ordered_map(commit, range(len(masters.segments))))) & digests.MASK
-        masters.thaw()
-        self.round = self.round + 1 if after is None else after.round
-        self.inner_steps -= inner_steps
-        return total
-
-    def _prove(self, group: Group, total: int) -> None:
-        """Make sure that all ranks hold the same θ, of this digest, after a round. A collective."""
-        values = {"θ differs": digests.to_hex(total)}
-        agreement.compare(group, values, f"after round {self.round}", "start again from the last checkpoint")
-
-    def _compare(self, group: Group) -> None:
-        """Make sure that all ranks hold the same state before a round. A collective."""
-        state: dict[str, int | str] = {
-            "parameters differ": digests.to_hex(self._masters.digest()),
-            "outer momentum differs": digests.to_hex(self._masters.momentum_digest()),
-            "rounds done differ": self.round,
-            "inner steps since the last round differ": self.inner_steps,
-        }
-        agreement.compare(group, state, f"before round {self.round + 1}", "load one checkpoint on all ranks")
-
-    def _options(self) -> dict[str, object]:
-        """All that must be the same on all ranks, apart from the state."""
-        return {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum, "overlap": self.overlap}

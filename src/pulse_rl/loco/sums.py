@@ -5,7 +5,8 @@ a power of two, so neither it nor a sign changes how a sum is rounded, and each 
 of each value. Only a segment that is being added up exists densely.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,57 +43,22 @@ class Mean(NamedTuple):
         return Sends(self.indices, self.values)
 
 
-class Sum(Protocol):
-    """What some trainers sent of a segment, added up. Scratch: one a thread."""
-
-    def add(self, sent: Sent) -> None:
-        """Add what one more sent."""
-
-    def mean(self, trainers: int) -> Mean:
-        """The sum divided by their number. Raises FloatingPointError for one that overflows."""
-
-
-def sum_of(segment: SharedSegment, coding: Coding) -> Sum:
-    """A sum of nothing, of what is decoded from payloads in this coding."""
-    return _SumByClass(segment, coding) if coding.value_dtype == "log8" else _SumByIndex(segment)
-
-
-class _SumByIndex:
-    def __init__(self, segment: SharedSegment) -> None:
-        self._total = _zeros("total", segment.size)
-
-    def add(self, sent: Sent) -> None:
-        assert isinstance(sent, Sends)
-        loco.add(self._total, *sent)
-
-    def mean(self, trainers: int) -> Mean:
-        return _mean(self._total, trainers)
-
-
-class _SumByClass:
-    def __init__(self, segment: SharedSegment, coding: Coding) -> None:
-        self._segment, self._grid = segment, loco.GRIDS[coding.gate]
-        self._values = log8.values_in_widths(coding.scale)
-        self._by_place = _zeros("by place", segment.size)
-
-    def add(self, sent: Sent) -> None:
-        assert isinstance(sent, Places)
-        streams.add(self._by_place, sent, self._values)
-
-    def mean(self, trainers: int) -> Mean:
-        segment = self._segment
-        total = cpu.buffer("total", segment.size, np.float32)[: segment.size]
-        spread(segment.classes, self._by_place, segment.shared, self._grid, total)
-        return _mean(total, trainers)
-
-
-def _zeros(name: str, size: int) -> F32:
-    total: F32 = cpu.buffer(name, size, np.float32)[:size]
-    total.fill(0)
-    return total
-
-
-def _mean(total: F32, trainers: int) -> Mean:
+def mean_of(sent: Iterable[Sent], trainers: int, segment: SharedSegment, coding: Coding) -> Mean:
+    """The sum of what each trainer sent, divided by their number. Raises FloatingPointError for one that overflows."""
+    total = _zeros("total", segment.size)
+    widths = log8.values_in_widths(coding.scale)
+    for one in sent:
+        if isinstance(one, Places):
+            streams.add(total, one, widths)
+        elif isinstance(one, Sends):
+            loco.add(total, *one)
+        else:
+            total += one
+    if coding.value_dtype == "dense":
+        return Mean(None, total / np.float32(trainers))
+    if coding.value_dtype == "log8":
+        by_place, total = total, cpu.buffer("by index", segment.size, np.float32)[: segment.size]
+        spread(segment.classes, by_place, segment.shared, loco.GRIDS[coding.gate], total)
     found = find_changes(NOTHING[: len(total)], total.view(np.uint32))
     values = found.values.view(np.float32)
     if not np.isfinite(values).all():
@@ -100,3 +66,9 @@ def _mean(total: F32, trainers: int) -> Mean:
     if 2 * len(values) > len(total):
         return Mean(None, total / np.float32(trainers))
     return Mean(found.indices, values / np.float32(trainers))
+
+
+def _zeros(name: str, size: int) -> F32:
+    total: F32 = cpu.buffer(name, size, np.float32)[:size]
+    total.fill(0)
+    return total

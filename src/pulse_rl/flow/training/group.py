@@ -182,7 +182,7 @@ class GradientAverage(SeveralTrainers):
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            mean = exchange.dense(self._group, parameter.grad.reshape(-1).numpy(), timings)
+            mean = exchange.dense(self._group, [parameter.grad.reshape(-1).numpy()], timings)
             parameter.grad.copy_(torch.from_numpy(mean).view(parameter.shape))
         self._sent_nbytes += 4 * self._elements
         self._seconds += sum(timings.seconds.values())

@@ -18,7 +18,6 @@ from pulse_rl.loco.meeting.documents import Anchor, FragmentObject
 from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.log.objects import fetch
 from pulse_rl.store.base import Store
-from pulse_rl.weights import digests
 
 
 def write(board: Board, masters: Masters, run: str, round: int) -> Anchor:
@@ -33,8 +32,8 @@ def write(board: Board, masters: Masters, run: str, round: int) -> Anchor:
     return Anchor(
         run=run,
         round=round,
-        theta=digests.to_hex(masters.digest()),
-        momentum=digests.to_hex(masters.digest_of([segment.momentum for segment in masters.segments])),
+        theta=masters.digest(),
+        momentum=masters.momentum_digest(),
         life=board.life,
         parts=tuple(parts),
     )
@@ -70,7 +69,7 @@ def read(store: Store, masters: Masters, anchor: Anchor) -> StateAfter:
         found = np.split(np.frombuffer(raw, "<f4").astype(np.float32, copy=False), np.cumsum(sizes * 2)[:-1])
         state.theta.extend(found[: len(sizes)])
         state.momentum.extend(found[len(sizes) :])
-    digest, momentum = (digests.to_hex(masters.digest_of(each)) for each in (state.theta, state.momentum))
+    digest, momentum = (masters.total_digest(each) for each in (state.theta, state.momentum))
     if (digest, momentum) != (anchor.theta, anchor.momentum):
         raise IntegrityError(
             f"{name} in {store.url}: expected θ and momentum of the digests {anchor.theta} and {anchor.momentum}, "

@@ -7,8 +7,9 @@ from typing import NamedTuple, TypeVar
 
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError
 from pulse_rl.group.collectives import RankPlace
+from pulse_rl.group.ranks import TEXT_CHARACTERS
 from pulse_rl.loco.meeting import names
-from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Offer, RunDocument
+from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Notice, Offer, RunDocument
 from pulse_rl.log.beginning import begin_at, read_first
 from pulse_rl.log.objects import create, new_token, numbered
 from pulse_rl.log.sealed import read_sealed
@@ -23,8 +24,8 @@ class Look(NamedTuple):
 
     committed: bool
     later: bool  # whether there is anything of a later round, which begins when this one is committed
-    offering: frozenset[int]  # ranks
-    stops: frozenset[str]  # names
+    offering: frozenset[int] = frozenset()  # ranks
+    stops: frozenset[str] = frozenset()  # names
     lacks: frozenset[str] = frozenset()  # names
 
 
@@ -45,6 +46,17 @@ class Board:
         """Put a document, if absent; returns whether it is the one that is there now."""
         return create(self.store, name, self._keys.seal(document))
 
+    def stop(self, round: int, reason: str, *, refused: bool = False, rank: int | None = None) -> None:
+        """Tell the others why this trainer cannot take part. rank: whose fault it is; None for its own."""
+        notice = Notice(
+            run=self.run_id,
+            round=round,
+            rank=self.rank if rank is None else rank,
+            reason=reason[:TEXT_CHARACTERS],
+            refused=refused,
+        )
+        self.post(names.notice_name("stop", round, self.rank, self.life), notice)
+
     def run(self) -> RunDocument | None:
         """The run that is in the store; None in one without."""
         try:
@@ -59,14 +71,15 @@ class Board:
         return self._look(round) if look.later and not look.committed else look
 
     def _look(self, round: int) -> Look:
+        folder = f"{names.round_folder(round)}/"
         found = [info.name for info in self.store.list(names.ROUNDS, after=names.round_folder(round))]
-        here = [name for name in found if names.round_of(name) == round]
+        here = {name: name.removeprefix(folder) for name in found if name.startswith(folder)}
         return Look(
             committed=names.commit_name(round) in here,
             later=len(here) < len(found),
-            offering=frozenset(rank for name in here if (rank := names.offering_rank(name)) is not None),
-            stops=frozenset(name for name in here if names.stopped_rank(name) is not None),
-            lacks=frozenset(name for name in here if names.lacking_rank(name) is not None),
+            offering=frozenset(rank for name in here.values() if (rank := names.offering_rank(name)) is not None),
+            stops=frozenset(name for name, last in here.items() if names.stopped_rank(last) is not None),
+            lacks=frozenset(name for name, last in here.items() if names.lacking_rank(last) is not None),
         )
 
     def committed(self, first: int = 0) -> list[int]:

@@ -21,13 +21,13 @@ from pulse_rl.group.collectives import name_ranks
 from pulse_rl.group.ranks import TEXT_CHARACTERS
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.meeting import names, parcels
+from pulse_rl.loco.meeting import names, payloads
 from pulse_rl.loco.meeting.board import Board, Look
-from pulse_rl.loco.meeting.documents import Commit, Offer, Refusal, Stop
+from pulse_rl.loco.meeting.documents import Commit, Notice, Offer, Refusal
 from pulse_rl.loco.meeting.repair import Repairs
-from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.loco.sums import Mean
+from pulse_rl.loco.trainer import Trainer
 from pulse_rl.logs import logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -53,12 +53,30 @@ class Meeting:
     def __init__(self, board: Board, *, late_after: float | None, timeout: float) -> None:
         self.board = board
         self.rank = board.rank
-        self.base = ""  # θ's digest
         self.began = 0  # the round after which the run began
         self.late_after = late_after
         self.timeout = timeout
-        self._read: set[str] = set()  # names of stops that are dealt with
+        self.heard: set[str] = set()  # names of stops that are dealt with
         self.repairs = Repairs(board, timeout)
+
+    def offer(self, trainer: Trainer, sends: list[Sends], timings: Timings) -> None:
+        """Put this trainer's payloads of its next round, and its offer. Raises ExchangeError if its rank has one."""
+        board, round = self.board, trainer.round + 1
+        offer = Offer(
+            run=board.run_id,
+            round=round,
+            rank=board.rank,
+            life=board.life,
+            base=trainer.base,
+            sent=sum(trainer.contribution.counts(sends)),
+            parts=payloads.send(board, trainer, sends, timings),
+        )
+        if not board.post(names.offer_name(round, board.rank), offer):
+            raise ExchangeError(
+                f"another process has made an offer as rank {board.rank} in round {round}: end one of the two, or "
+                "start this one again",
+                ranks=(board.rank,),
+            )
 
     def end_round(self, trainer: Trainer, sends: list[Sends], timings: Timings) -> Ended:
         """Wait until the trainer's next round is committed, or commit it.
@@ -68,7 +86,7 @@ class Meeting:
         do not come within the timeout, or went on long ago, FloatingPointError if the mean or the outer step overflows,
         and StoreError.
         """
-        round = trainer.counters.round + 1
+        round = trainer.round + 1
         offers: dict[int, Offer] = {}
         ready: Ended | None = None  # what this trainer has added up, and would have committed
         began, pause = time.monotonic(), FIRST_PAUSE_S
@@ -76,7 +94,7 @@ class Meeting:
             look = self.board.look(round)
             if look.committed:
                 commit = self.board.commit(round)
-                self._check(commit)
+                self._check(commit, trainer)
                 if ready is not None and ready.commit.offers == commit.offers:
                     return Ended(commit, ready.means)
                 return self._ended(trainer, commit, sends, timings)
@@ -118,32 +136,17 @@ class Meeting:
             f"have written an anchor of a later round (anchor_every)",
         )
 
-    def stop(self, round: int, reason: str, *, refused: bool = False, rank: int | None = None) -> None:
-        """Tell the others why this trainer cannot take part. rank: whose fault it is; None for its own."""
-        board, fault = self.board, self.rank if rank is None else rank
-        stop = Stop(run=board.run_id, round=round, rank=fault, refused=refused, reason=reason[:TEXT_CHARACTERS])
-        board.post(names.stop_name(round, board.rank, board.life), stop)
-
-    def ignore_stops(self, look: Look) -> None:
-        """Take stops that were there before this trainer for old ones."""
-        self._read |= look.stops
-
     def _add_up(self, trainer: Trainer, offers: Sequence[Offer], sends: list[Sends], timings: Timings) -> Ended:
         """Add up these offers, less those that must be refused; returns the commit to be made."""
-        round = offers[0].round
-        bases = Counter(offer.base for offer in offers)
-        base = bases.most_common(1)[0][0]  # of equally common ones the lowest rank's
-        refused = [
-            Refusal(rank=offer.rank, life=offer.life, reason="θ differs", found=offer.base)
-            for offer in offers
-            if offer.base != base
-        ]
-        if base != self.base:
-            raise self._differs(base, self.base, round)
+        round = trainer.round + 1
+        base = Counter(offer.base for offer in offers).most_common(1)[0][0]  # of equally common ones the lowest rank's
+        if base != trainer.base:
+            raise self._differs(base, trainer)
         good = [offer for offer in offers if offer.base == base]
+        refused = [_refusal(offer, "θ differs", offer.base) for offer in offers if offer.base != base]
         while True:
             try:
-                means = self._receive(trainer, good, sends, timings)
+                means = payloads.receive(self.board, trainer, good, sends, timings)
                 trainer.check(means)
                 break
             except ExchangeError as error:
@@ -151,12 +154,11 @@ class Meeting:
                 good = [offer for offer in good if offer.rank not in error.ranks]
                 if not broken or not good:
                     raise
-                reason = one_line(error, TEXT_CHARACTERS)
-                refused += [Refusal(rank=offer.rank, life=offer.life, reason=reason) for offer in broken]
+                refused += [_refusal(offer, one_line(error, TEXT_CHARACTERS)) for offer in broken]
         for each in refused:
             log.warning("round %d: rank %d does not count: %s", round, each.rank, each.reason)
         commit = Commit(
-            run=good[0].run,
+            run=self.board.run_id,
             round=round,
             base=base,
             offers=tuple(good),
@@ -173,51 +175,46 @@ class Meeting:
         if self.board.first() > commit.round:  # the others have ended this round long ago, and pruned it
             self.board.store.delete(name)
             raise self.left_behind(commit.round)
-        self._check(commit)
         return True
-
-    def _receive(self, trainer: Trainer, offers: Sequence[Offer], sends: list[Sends], timings: Timings) -> list[Mean]:
-        board = self.board
-        own = any((offer.rank, offer.life) == (board.rank, board.life) for offer in offers)
-        return parcels.receive(board.store, trainer, offers, sends, board.rank if own else None, timings)
 
     def _ended(self, trainer: Trainer, commit: Commit, sends: list[Sends], timings: Timings) -> Ended:
         """A round that another trainer has committed. What it has read is what counts, so that is read or repaired."""
         try:
-            return Ended(commit, self._receive(trainer, commit.offers, sends, timings))
+            return Ended(commit, payloads.receive(self.board, trainer, commit.offers, sends, timings))
         except ExchangeError as error:
             after = self.repairs.state_after(trainer, commit.round, error)
         timings.spent("exchange")
         timings.received_nbytes += after.nbytes
         return Ended(commit, [], after)
 
-    def _check(self, commit: Commit) -> None:
+    def _check(self, commit: Commit, trainer: Trainer) -> None:
         """Raise if this trainer cannot go on from a commit."""
-        refusal = commit.refusal(self.rank, self.board.life)
-        if refusal is not None and refusal.found is None:
-            raise ExchangeError(
-                f"round {commit.round} was committed without rank {self.rank}: {refusal.reason}; start it again",
-                ranks=(self.rank,),
-            )
-        if commit.base != self.base:
-            raise self._differs(commit.base, self.base, commit.round)
+        for refusal in commit.refused:
+            if (refusal.rank, refusal.life, refusal.found) == (self.rank, self.board.life, None):
+                raise ExchangeError(
+                    f"round {commit.round} was committed without rank {self.rank}: {refusal.reason}; start it again",
+                    ranks=(self.rank,),
+                )
+        if commit.base != trainer.base:
+            raise self._differs(commit.base, trainer)
 
-    def _differs(self, expected: str, found: str, round: int) -> IntegrityError:
+    def _differs(self, expected: str, trainer: Trainer) -> IntegrityError:
         return IntegrityError(
-            f"θ of rank {self.rank} differs from the others' before round {round}: expected the digest {expected}, "
-            f"found {found}: start this trainer again without its checkpoint, and it takes over the others' state",
+            f"θ of rank {self.rank} differs from the others' before round {trainer.round + 1}: expected the digest "
+            f"{expected}, found {trainer.base}: start this trainer again without its checkpoint, and it takes over the "
+            "others' state",
             expected=expected,
-            found=found,
+            found=trainer.base,
             ranks=(self.rank,),
         )
 
     def _heed_stops(self, look: Look, round: int) -> None:
         """Report trainers that cannot take part; raise if one is refused before the run's first round."""
-        for name in sorted(look.stops - self._read):
-            self._read.add(name)
-            stop = self.board.read(name, Stop)
+        for name in sorted(look.stops - self.heard):
+            self.heard.add(name)
+            stop = self.board.read(name, Notice)
             if stop.refused and round == self.began + 1:
-                self.stop(round, stop.reason, refused=True, rank=stop.rank)  # those who join later hear of it too
+                self.board.stop(round, stop.reason, refused=True, rank=stop.rank)  # those who join later hear of it too
                 raise IntegrityError(stop.reason, ranks=(stop.rank,))
             told = stop.rank, stop.round, stop.reason
             log.warning("rank %d stopped in round %d: %s; waiting for it to be started again", *told)
@@ -231,3 +228,7 @@ class Meeting:
             "after as many steps",
             ranks=lacking,
         )
+
+
+def _refusal(offer: Offer, reason: str, found: str | None = None) -> Refusal:
+    return Refusal(rank=offer.rank, life=offer.life, reason=reason, found=found)

@@ -75,7 +75,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count
     life: Token
     reason: str
-    found: Digest | None = None  # its base, if that is why
+    found: Digest | None = None  # its base, where that is why
 
 
 class Commit(Document, frozen=True, kw_only=True, tag="commit"):
@@ -91,24 +91,12 @@ class Commit(Document, frozen=True, kw_only=True, tag="commit"):
         """The offer of a rank that counts."""
         return next((offer for offer in self.offers if offer.rank == rank), None)
 
-    def refusal(self, rank: int, life: str) -> Refusal | None:
-        """Why that of a trainer does not, if it was refused."""
-        return next((one for one in self.refused if (one.rank, one.life) == (rank, life)), None)
 
-
-class Stop(Document, frozen=True, kw_only=True, tag="stop"):
-    """Why a trainer cannot take part."""
-
-    round: Count
-    rank: Count  # whose fault it is
-    refused: bool  # whether another model, world size or option is why, so that no run of all can begin
-    reason: str
-
-
-class Lack(Document, frozen=True, kw_only=True, tag="lack"):
-    """Which committed round a trainer cannot end."""
+class Notice(Document, frozen=True, kw_only=True, tag="notice"):
+    """What a trainer tells those that wait for the end of a round: that it stops, or what it lacks."""
 
     round: Count  # the open one, in whose folder this lies
-    rank: Count
-    lacks: Count  # the round
+    rank: Count  # whose fault it is
     reason: str
+    refused: bool = False  # whether another model, world size or option is why, so that no run of all can begin
+    lacks: Count = 0  # the committed round that the trainer cannot end; 0 if it stops

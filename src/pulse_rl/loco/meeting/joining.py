@@ -18,14 +18,14 @@ import time
 
 from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
 from pulse_rl.loco.exchange import Timings
-from pulse_rl.loco.meeting import anchors, names, parcels
+from pulse_rl.loco.meeting import anchors, names, payloads
 from pulse_rl.loco.meeting.commits import Ended, Meeting
 from pulse_rl.loco.meeting.documents import RunDocument
-from pulse_rl.loco.members import Trainer, readable
-from pulse_rl.loco.outcome import Outcome, StateAfter
+from pulse_rl.loco.members import readable, unlike
+from pulse_rl.loco.outcome import Outcome
+from pulse_rl.loco.trainer import Trainer
 from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
-from pulse_rl.weights import digests
 
 PAUSE_S = 0.2  # between looks for a run that rank 0 has not begun
 ATTEMPTS = 5  # a pruning can delete what a newcomer is about to read
@@ -41,7 +41,7 @@ def join(meeting: Meeting, trainer: Trainer) -> None:
     """
     board = meeting.board
     board.store.check_create()
-    meeting.base = digests.to_hex(trainer.masters.digest())
+    trainer.base = trainer.masters.digest()
     run = _run(meeting, trainer)
     board.run_id, meeting.began = run.run, run.anchor.round
     _check_options(meeting, trainer, run)
@@ -57,40 +57,37 @@ def join(meeting: Meeting, trainer: Trainer) -> None:
 
 def _run(meeting: Meeting, trainer: Trainer) -> RunDocument:
     """The run of the store, once rank 0 has begun it."""
-    began = time.monotonic()
-    while (run := meeting.board.run()) is None:
+    board, began = meeting.board, time.monotonic()
+    while (run := board.run()) is None:
         if meeting.rank == 0:
-            return _begin(meeting, trainer)
+            _begin(meeting, trainer)
+            continue
         if time.monotonic() - began > meeting.timeout:
             raise ExchangeError(
-                f"rank 0 of {meeting.board.size} did not begin a run in {meeting.board.store.url} within "
-                f"{meeting.timeout:g} s: start it, and then this trainer again",
+                f"rank 0 of {board.size} did not begin a run in {board.store.url} within {meeting.timeout:g} s: start "
+                "it, and then this trainer again",
                 ranks=(0,),
             )
         time.sleep(PAUSE_S)
     return run
 
 
-def _begin(meeting: Meeting, trainer: Trainer) -> RunDocument:
+def _begin(meeting: Meeting, trainer: Trainer) -> None:
     """Begin a run from this trainer's state. Of two processes of rank 0, both use the run of the first."""
-    board = meeting.board
-    run = new_token()
-    anchor = anchors.write(board, trainer.masters, run, trainer.counters.round)
-    mine = RunDocument(run=run, world_size=board.size, options=dict(trainer.options), anchor=anchor)
+    board, run = meeting.board, new_token()
+    anchor = anchors.write(board, trainer.masters, run, trainer.round)
+    mine = RunDocument(run=run, world_size=board.size, options=trainer.options, anchor=anchor)
     if not board.post(names.RUN, mine):
         anchors.delete(board.store, anchor)
-    found = board.run()
-    assert found is not None  # nothing deletes it
-    return found
 
 
 def _check_options(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None:
     expected = {"world_size": str(run.world_size)} | run.options
-    found = {"world_size": str(meeting.board.size)} | dict(trainer.options)
-    differing = [name for name in expected | found if expected.get(name) != found.get(name)]
-    if not differing:
+    found = {"world_size": str(meeting.board.size)} | trainer.options
+    odd = unlike(expected, found)
+    if not odd:
         return
-    name = differing[0]
+    name = odd[0]
     if name == "model":  # a hash, which nobody can read
         theirs, mine = "the model", "one whose trainable parameters have other names or shapes"
     else:
@@ -100,7 +97,7 @@ def _check_options(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None
         f"rank {meeting.rank}: expected {theirs}, as the trainers of the run in {meeting.board.store.url} have, found "
         f"{mine}: start it again with theirs, or use another store"
     )
-    meeting.stop(_newest(meeting, run) + 1, reason, refused=True)
+    meeting.board.stop(_newest(meeting, run) + 1, reason, refused=True)
     raise IntegrityError(reason, expected=expected.get(name), found=found.get(name), ranks=(meeting.rank,))
 
 
@@ -111,8 +108,8 @@ def _newest(meeting: Meeting, run: RunDocument) -> int:
 
 def _catch_up(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None:
     """Bring the trainer's state to the last committed round."""
-    board, counters, masters = meeting.board, trainer.counters, trainer.masters
-    newest, round = _newest(meeting, run), counters.round
+    board, masters = meeting.board, trainer.masters
+    newest, round = _newest(meeting, run), trainer.round
     if round > newest:
         raise IntegrityError(
             f"rank {meeting.rank}: expected a state of the run in {board.store.url}, whose last round is {newest}, "
@@ -125,21 +122,20 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None:
         state = anchors.newest(board, masters) or anchors.read(board.store, masters, run.anchor)
         if round:
             log.warning("rank %d: rounds since %d were pruned: starts from round %d", meeting.rank, round, state.round)
-        _take_over(meeting, trainer, state)
-    elif counters.round < newest or meeting.rank in board.look(round + 1).offering:
+        trainer.take_over(state)
+    elif round < newest or meeting.rank in board.look(round + 1).offering:
         masters.fold()
-        counters.inner_steps = 0
+        trainer.inner_steps = 0
     while True:
-        look = board.look(counters.round + 1)
+        look = board.look(trainer.round + 1)
+        meeting.heard |= look.stops  # these were there before this trainer
         if not look.committed and meeting.rank not in look.offering:
             break
-        meeting.ignore_stops(look)
         _replay(meeting, trainer, meeting.end_round(trainer, [], Timings()))
     if look.later:
-        round = counters.round + 1
+        round = trainer.round + 1
         pruned = ObjectNotFoundError(f"round {round} was pruned meanwhile", url=board.store.url)
         raise pruned if board.first() > round else meeting.left_behind(round)
-    meeting.ignore_stops(look)
 
 
 def _leads_on(meeting: Meeting, trainer: Trainer, run: RunDocument, newest: int) -> bool:
@@ -147,9 +143,9 @@ def _leads_on(meeting: Meeting, trainer: Trainer, run: RunDocument, newest: int)
 
     Raises IntegrityError if that state is of another run.
     """
-    board, round = meeting.board, trainer.counters.round
+    board, round = meeting.board, trainer.round
     committed, anchored = set(board.committed()), board.anchors()
-    known = meeting.base
+    known = trainer.base
     if round < newest:
         if not committed.issuperset(range(round + 1, newest + 1)) or (not round and anchored):
             return False
@@ -158,44 +154,36 @@ def _leads_on(meeting: Meeting, trainer: Trainer, run: RunDocument, newest: int)
         known = run.anchor.theta
     elif round in anchored:
         known = board.anchor(round).theta
-    if known == meeting.base:
+    if known == trainer.base:
         return True
     if not round:  # what a newcomer holds does not matter
         return False
     raise IntegrityError(
         f"rank {meeting.rank}: the θ that was loaded is not that of round {round} of the run in {board.store.url}: "
-        f"expected the digest {known}, found {meeting.base}: it is of another run",
+        f"expected the digest {known}, found {trainer.base}: it is of another run",
         expected=known,
-        found=meeting.base,
+        found=trainer.base,
         ranks=(meeting.rank,),
     )
 
 
-def _take_over(meeting: Meeting, trainer: Trainer, after: StateAfter) -> None:
-    """Start from another trainer's state, with an empty residual."""
-    trainer.masters.take_over(after.theta, after.momentum)
-    trainer.counters.round, trainer.counters.inner_steps = after.round, 0
-    meeting.base = digests.to_hex(trainer.masters.digest())
-
-
 def _replay(meeting: Meeting, trainer: Trainer, ended: Ended) -> None:
-    """Take the outer step of a committed round in which this life took no part."""
-    masters = trainer.masters
+    """Take the outer step of a committed round in which this life took no part.
+
+    What a former life has sent in it has counted, so it leaves the residual.
+    """
+    masters, after = trainer.masters, ended.after
     mine = ended.commit.offer(meeting.rank)
-    after = ended.after
-    try:
-        counted = (
-            parcels.sent_indices(meeting.board.store, masters, trainer.contribution, mine)
-            if mine is not None and masters.residual
-            else [None] * len(masters.segments)
-        )
-    except ExchangeError as error:
-        after = after or meeting.repairs.state_after(trainer, ended.commit.round, error)
+    if after is None and mine is not None and masters.residual:
+        try:
+            sent = payloads.sent_indices(meeting.board, trainer, mine)
+        except ExchangeError as error:
+            after = meeting.repairs.state_after(trainer, ended.commit.round, error)
+        else:
+            for segment, indices in zip(masters.segments, sent, strict=True):
+                masters.residual[segment.name][segment.start + indices] = 0
     if after is not None:
-        _take_over(meeting, trainer, after)
+        trainer.take_over(after)
         return
-    for segment, indices in zip(masters.segments, counted, strict=True):
-        if segment.residual is not None and indices is not None:
-            segment.residual[indices] = 0
     outcome = Outcome(len(ended.commit.offers), [], 0, ["store"], ended.means, Timings(), counted=False)
-    meeting.base = digests.to_hex(trainer.commit(outcome, 0))
+    trainer.commit(outcome, 0)

@@ -16,20 +16,23 @@
 A life is a process: 16 random hex digits. So a trainer that is started again overwrites nothing of its former life's.
 """
 
+from typing import Literal
+
 from pulse_rl.log.objects import number_in
 
 FOLDER = "trainers"
 RUN, FIRST = f"{FOLDER}/run.json", f"{FOLDER}/first.json"
 ROUNDS, PAYLOADS, ANCHORS = f"{FOLDER}/rounds", f"{FOLDER}/payloads", f"{FOLDER}/anchors"
 
-_LIFE = "[0-9a-f]{16}"
+_NOTICE = r"{}-(\d{{5}})-[0-9a-f]{{16}}\.json"
 
 round_of = number_in(rf"{FOLDER}/(?:rounds|payloads|anchors)/(\d{{12}})[./-].+")  # of any object that is of a round
 committed_round = number_in(rf"{ROUNDS}/(\d{{12}})/commit\.json")
 anchored_round = number_in(rf"{ANCHORS}/(\d{{12}})\.json")
-offering_rank = number_in(rf"{ROUNDS}/\d{{12}}/(\d{{5}})\.json")
-stopped_rank = number_in(rf"{ROUNDS}/\d{{12}}/stop-(\d{{5}})-{_LIFE}\.json")
-lacking_rank = number_in(rf"{ROUNDS}/\d{{12}}/lack-(\d{{5}})-{_LIFE}\.json")
+# In the folder of a round:
+offering_rank = number_in(r"(\d{5})\.json")
+stopped_rank = number_in(_NOTICE.format("stop"))
+lacking_rank = number_in(_NOTICE.format("lack"))
 
 
 def round_folder(round: int) -> str:
@@ -45,12 +48,8 @@ def offer_name(round: int, rank: int) -> str:
     return f"{round_folder(round)}/{rank:05d}.json"
 
 
-def stop_name(round: int, rank: int, life: str) -> str:
-    return f"{round_folder(round)}/stop-{rank:05d}-{life}.json"
-
-
-def lack_name(round: int, rank: int, life: str) -> str:
-    return f"{round_folder(round)}/lack-{rank:05d}-{life}.json"
+def notice_name(kind: Literal["stop", "lack"], round: int, rank: int, life: str) -> str:
+    return f"{round_folder(round)}/{kind}-{rank:05d}-{life}.json"
 
 
 def payload_name(round: int, rank: int, life: str, fragment: int) -> str:

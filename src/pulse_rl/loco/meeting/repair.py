@@ -19,9 +19,9 @@ from pulse_rl.errors import ExchangeError, ObjectNotFoundError, one_line
 from pulse_rl.group.ranks import TEXT_CHARACTERS
 from pulse_rl.loco.meeting import anchors, names
 from pulse_rl.loco.meeting.board import Board, Look
-from pulse_rl.loco.meeting.documents import Lack
-from pulse_rl.loco.members import Trainer
+from pulse_rl.loco.meeting.documents import Notice
 from pulse_rl.loco.outcome import StateAfter
+from pulse_rl.loco.trainer import Trainer
 from pulse_rl.logs import logger
 
 PAUSE_S = 0.2  # between looks for an anchor
@@ -63,28 +63,27 @@ class Repairs:
 
     def _ask(self, current: int, round: int, error: ExchangeError) -> None:
         board, reason = self._board, one_line(error, TEXT_CHARACTERS)
-        lack = Lack(run=board.run_id, round=current, rank=board.rank, lacks=round, reason=reason)
-        board.post(names.lack_name(current, board.rank, board.life), lack)
+        lack = Notice(run=board.run_id, round=current, rank=board.rank, reason=reason, lacks=round)
+        board.post(names.notice_name("lack", current, board.rank, board.life), lack)
 
     def give(self, trainer: Trainer, look: Look) -> None:
         """Put an anchor where others lack a round that this trainer has ended, and it is its turn to help.
 
         look: at the round in which it has made its offer. Raises StoreError and IntegrityError.
         """
-        now = time.monotonic()
-        first = min((self._seen.setdefault(name, now) for name in look.lacks - self._met), default=now)
+        now, unmet = time.monotonic(), sorted(look.lacks - self._met)
+        first = min((self._seen.setdefault(name, now) for name in unmet), default=now)
         before = sum(rank < self._board.rank for rank in look.offering)
-        if look.lacks <= self._met or now - first < before * TURN_S:
+        if not unmet or now - first < before * TURN_S:
             return
-        done = trainer.counters.round
-        lacks = {name: self._board.read(name, Lack) for name in sorted(look.lacks - self._met)}
         newest = max(self._board.anchors(), default=0)
-        wanted = [lack for lack in lacks.values() if newest < lack.lacks <= done]
+        lacks = [self._board.read(name, Notice) for name in unmet]
+        wanted = [lack for lack in lacks if newest < lack.lacks <= trainer.round]
         for lack in wanted:
             log.warning(
                 "rank %d cannot end round %d: %s; gives it the state after round %d",
-                *(lack.rank, lack.lacks, lack.reason, done),
+                *(lack.rank, lack.lacks, lack.reason, trainer.round),
             )
         if wanted:
-            anchors.put(self._board, trainer.masters, done)
-        self._met |= lacks.keys()
+            anchors.put(self._board, trainer.masters, trainer.round)
+        self._met |= set(unmet)
