@@ -58,9 +58,12 @@ class History(Versions):
         public_key: The Ed25519 public key that every manifest must be signed by. By default the one of `sign_with`;
             without either, signatures are not checked.
         patience: Seconds for which failures of the store that may pass are tried again; 0 for none.
+        view: The view whose history this is: the versions are those that have it, as it is. None: the weights as they
+            were published.
 
     Attributes:
         store: The Store, with that patience.
+        view: As given.
 
     Raises:
         StoreError: From every method, where the store cannot be read or written.
@@ -73,11 +76,23 @@ class History(Versions):
         sign_with: PrivateKey | None = None,
         public_key: PublicKey | None = None,
         patience: float = PATIENCE_S,
+        view: str | None = None,
     ) -> None:
         # open_store refuses None, which an unset setting gives.
         opened = open_store(store) if isinstance(store, str | Path | None) else store
-        self._keys = Keys(sign_with, public_key)
-        super().__init__(patient(opened, patience), self._keys.public)
+        self._keys, self._patience = Keys(sign_with, public_key), patience
+        super().__init__(patient(opened, patience), self._keys.public, view)
+
+    def of(self, view: str) -> History:
+        """The history of one of its views.
+
+        Args:
+            view: The name of the view.
+
+        Returns:
+            A history over the same store, of the versions that have the view.
+        """
+        return History(self.store, public_key=self._keys.public, patience=self._patience, view=view)
 
     def find(self, version: int) -> Manifest:
         """Find a version. Reads few manifests, and the fewer the newer the version is.
@@ -151,7 +166,8 @@ class History(Versions):
             IntegrityError: If a manifest is damaged.
             VersionSkewError: If a manifest is of a newer format.
         """
-        return [self.read(sequence) for sequence in self.sequences()]
+        found = map(self._whole, self.sequences())
+        return list(found if self.view is None else filter(None, (one.of(self.view) for one in found)))
 
     def end(self) -> tuple[int, Manifest | None]:
         """Find where the history ends, even where its newest manifests are damaged.

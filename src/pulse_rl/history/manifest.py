@@ -33,6 +33,8 @@ PARTS = "parts.json"
 
 Scalar: TypeAlias = str | int | float | bool | None
 Software = Annotated[str, msgspec.Meta(max_length=255)]
+VIEW_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+ViewName = Annotated[str, msgspec.Meta(pattern=VIEW_NAME)]
 
 
 class PatchObject(ObjectRef, frozen=True, omit_defaults=True):
@@ -80,6 +82,36 @@ class PatchRef(PatchObject, frozen=True, kw_only=True, omit_defaults=True):
     changes: Count
 
 
+class ViewEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What one version is in a view: the same weights in another precision, with patches and anchors of their own.
+
+    Attributes:
+        form: How its weights are made of the version's, as text: a view of another form is another view.
+        digest: As in `Manifest`, as all others.
+        elements: Likewise.
+        full_nbytes: Likewise.
+        tied: Likewise.
+        patch: Likewise.
+        anchor: Likewise.
+        anchor_sequence: Likewise.
+        anchor_number: Likewise.
+        trail: Likewise.
+        nonfinite: Likewise.
+    """
+
+    form: str
+    digest: Digest
+    elements: Count
+    full_nbytes: Count
+    tied: dict[str, str]
+    patch: PatchRef | None
+    anchor: tuple[ObjectRef, ...]
+    anchor_sequence: Count
+    anchor_number: Count
+    trail: ObjectRef | None
+    nonfinite: Count = 0
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One version of a history.
 
@@ -103,6 +135,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         software: What wrote it, as "pulse-rl 0.1.0".
         metadata: What the trainer noted of this version; None for nothing.
         nonfinite: How many elements are NaN or infinite.
+        views: By name, what this version is in each of its views.
     """
 
     format: str
@@ -124,11 +157,52 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     software: Software
     metadata: dict[str, Scalar] | None = None
     nonfinite: Count = 0
+    views: dict[ViewName, ViewEntry] = {}
 
     @property
     def anchor_nbytes(self) -> int:
         """The bytes of the anchor's files; 0 without one."""
         return sum(ref.nbytes for ref in self.anchor)
+
+    @property
+    def refs(self) -> list[ObjectRef]:
+        """The objects that it names itself, without those of its views."""
+        return [ref for ref in (*self.anchor, self.patch, self.trail) if ref is not None]
+
+    def of(self, view: str) -> "Manifest | None":
+        """Look at this version as a view has it.
+
+        Args:
+            view: The name of the view.
+
+        Returns:
+            The manifest of a history of that view alone; None without such a view.
+        """
+        entry = self.views.get(view)
+        if entry is None:
+            return None
+        fields = {name: value for name, value in msgspec.structs.asdict(entry).items() if name != "form"}
+        return msgspec.structs.replace(self, views={}, **fields)
+
+    def each_view(self) -> "list[Manifest]":
+        """List this version, and the version as each of its views has it.
+
+        Returns:
+            Their manifests, this one first.
+        """
+        return [self, *filter(None, map(self.of, self.views))]
+
+    def entry(self, form: str) -> ViewEntry:
+        """Turn the manifest of a view's version into what that version says of the view.
+
+        Args:
+            form: How the view's weights are made.
+
+        Returns:
+            The entry.
+        """
+        fields = {name: getattr(self, name) for name in ViewEntry.__struct_fields__ if name != "form"}
+        return ViewEntry(form=form, **fields)
 
 
 def manifest_name(sequence: int) -> str:
@@ -165,6 +239,12 @@ def is_file_name(name: str) -> bool:
     return _FILE.fullmatch(name) is not None
 
 
+def check_view_name(name: object) -> None:
+    """Raise ValueError unless a view can have this name."""
+    if not isinstance(name, str) or not re.match(VIEW_NAME, name):
+        raise ValueError(f"view: expected a name of at most 64 letters, digits and . _ -, found {name!r}")
+
+
 def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None", where: str) -> Manifest:
     """Decode and check a manifest.
 
@@ -178,17 +258,26 @@ def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None
     manifest = open_sealed(data, Manifest, FORMAT, key=key, name=name, where=where)
     if manifest.sequence != sequence:
         raise wrong(f": sequence: expected {sequence}, found {manifest.sequence}")
+    for view, one in zip(("", *manifest.views), manifest.each_view(), strict=True):
+        if reason := _contradiction(one):
+            raise wrong(f": view {view!r}: {reason}" if view else f": {reason}")
+    return manifest
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """What in a manifest cannot be, leaving out its views; None for nothing."""
+    sequence = manifest.sequence
     if manifest.anchor_sequence > sequence:
-        raise wrong(f": anchor_sequence: expected at most {sequence}, found {manifest.anchor_sequence}")
+        return f"anchor_sequence: expected at most {sequence}, found {manifest.anchor_sequence}"
     if (manifest.anchor_sequence == sequence) != bool(manifest.anchor):
-        raise wrong(": its anchor and anchor_sequence contradict each other")
+        return "its anchor and anchor_sequence contradict each other"
     if manifest.patch is None and not manifest.anchor:
-        raise wrong(": expected a patch, an anchor or both, found neither")
+        return "expected a patch, an anchor or both, found neither"
     for folder, refs in (("patches", [manifest.patch]), ("trails", [manifest.trail]), ("anchors", manifest.anchor)):
         for ref in filter(None, refs):
             if object_sequence(ref.name) != sequence or not ref.name.startswith(f"{folder}/"):
-                raise wrong(f": it names an impossible object {ref.name!r}")
-    return manifest
+                return f"it names an impossible object {ref.name!r}"
+    return None
 
 
 def check_same_history(found: Manifest, known: Manifest) -> None:

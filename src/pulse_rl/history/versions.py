@@ -60,8 +60,8 @@ class Versions:
 
     store: Store
 
-    def __init__(self, store: Store, public_key: Ed25519PublicKey | None) -> None:
-        self.store, self._public_key = store, public_key
+    def __init__(self, store: Store, public_key: Ed25519PublicKey | None, view: str | None) -> None:
+        self.store, self.view, self._public_key = store, view, public_key
         self._unlisted = False  # whether the store cannot list
         self.forget()
 
@@ -82,13 +82,26 @@ class Versions:
             sequence: Its sequence number.
 
         Returns:
-            The manifest.
+            The manifest; of a view, as `Manifest.of`.
 
         Raises:
-            VersionNotFoundError: If there is none of that number, or no longer.
+            VersionNotFoundError: If there is none of that number, or no longer; or if it has no such view.
             IntegrityError: If it is damaged, or not signed by the public key.
             VersionSkewError: If it is of a newer format.
         """
+        manifest = self._whole(sequence)
+        found = manifest if self.view is None else manifest.of(self.view)
+        if found is None:
+            raise VersionNotFoundError(
+                f"version {manifest.version} in {self.store.url} has no view {self.view!r}: it has "
+                f"{', '.join(sorted(manifest.views)) or 'none'}",
+                url=self.store.url,
+                version=manifest.version,
+            )
+        return found
+
+    def _whole(self, sequence: int) -> Manifest:
+        """A manifest with all of its views. Raises as `read`, of what is not there at all."""
         if sequence not in self._known:
             try:
                 manifest = self._parse(sequence, self._get(sequence))
@@ -117,7 +130,7 @@ class Versions:
         """
         if sequence not in self._signed:
             self._known.pop(sequence, None)
-            self.read(sequence)
+            self._whole(sequence)
         return self._signed[sequence]
 
     def head(self, *, polling: bool = False) -> Manifest | None:
@@ -234,7 +247,7 @@ class Versions:
         if sequence > MAX_SEQUENCE:
             return False
         try:
-            self.read(sequence)
+            self._whole(sequence)
         except VersionNotFoundError:
             return False
         except (IntegrityError, VersionSkewError):
@@ -275,7 +288,7 @@ class Versions:
                 before = self._known.pop(sequence, None)
         if newest is not None and before is not None:
             try:
-                self.read(newest)
+                self._whole(newest)
             except IntegrityError:
                 self._known[newest] = before  # it is damaged since, and what it said is known
         self._listed = found[newest] if newest is not None else None

@@ -112,16 +112,8 @@ def copy_history(
         if progress is not None:
             progress(done, len(sequences), manifest_name(sequence))
         manifest = history.read(sequence)
-        limit = limit_of(manifest.full_nbytes)
-        for part in part_refs(history.store, manifest.patch, limit) if manifest.patch and manifest.patch.parts else ():
-            copy.object(part)
-        for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])):
-            copy.object(ref)
-        for skip in _skips(history, manifest, listed):
-            with suppress(ObjectNotFoundError):  # it was pruned, or could not be made
-                for part in part_refs(history.store, skip, limit) if skip.parts else ():
-                    copy.object(part)
-                copy.object(skip)
+        for one in manifest.each_view():
+            copy.version(history, one, listed)
         copy.manifest(sequence)
     copy.small(ending.END, ending.FORMAT.max_nbytes)
     return CopyReport(
@@ -179,6 +171,21 @@ class _Copy:
                 file.write(part)
             self._target.put(ref.name, _Parts(file))
         self._count(ref.name, ref.nbytes)
+
+    def version(self, history: History, manifest: Manifest, listed: set[int]) -> None:
+        """Copy what a version consists of, and the skip patches that its trail lists. listed: all versions."""
+        limit = limit_of(manifest.full_nbytes)
+        for ref in manifest.refs:
+            self.patch(ref, limit) if isinstance(ref, PatchObject) else self.object(ref)
+        for skip in _skips(history, manifest, listed):
+            with suppress(ObjectNotFoundError):  # it was pruned, or could not be made
+                self.patch(skip, limit)
+
+    def patch(self, ref: PatchObject, limit: int) -> None:
+        """Copy a patch, its parts before their list."""
+        for part in part_refs(self._source, ref, limit) if ref.parts else ():
+            self.object(part)
+        self.object(ref)
 
     def manifest(self, sequence: int) -> None:
         """Commit a version in the target, byte for byte."""

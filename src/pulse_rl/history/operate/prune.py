@@ -189,7 +189,7 @@ class Retention:
                 permanent[sequence] = None  # only the transfer may be damaged: keep what may be such an anchor
                 continue
             if manifest.anchor and manifest.anchor_number % self.keep_every == 0:
-                permanent[sequence] = {ref.name for ref in (*manifest.anchor, manifest.patch, manifest.trail) if ref}
+                permanent[sequence] = {ref.name for one in manifest.each_view() for ref in one.refs}
         return permanent
 
 

@@ -63,6 +63,7 @@ class Walk:
         self.leftovers: tuple[str, ...] = ()  # objects that nothing refers to
         self.effort = Effort()
         self.weights_version: int | None = None  # the version that the given weights hold
+        self.views: set[str] = set()  # names of all views of its versions
         self._history = history
         self._scratch = scratch
         self._weights = weights
@@ -88,10 +89,13 @@ class Walk:
             if self._last is not None:
                 check_same_history(manifest, self._last)
         except FAULTS as error:
+            if self._history.view is not None and isinstance(error, VersionNotFoundError):
+                return  # the version does not have the view
             self.problems.append(one_line(error))
             self._unreadable.add(sequence)
             return
-        self._named.update(ref.name for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])))
+        self._named.update(ref.name for ref in manifest.refs)
+        self.views.update(manifest.views)
         self._check_place(manifest)
         if manifest.patch:
             self._take_patch(manifest)
@@ -326,12 +330,26 @@ def walk(history: History, progress: Callable[[int, int, str], None], weights: L
     sequences = history.sequences()
     if not sequences:
         raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+    found = _walk(history, sequences, progress, weights)
+    for view in sorted(found.views):
+        of_view = _walk(history.of(view), sequences, progress, None)
+        known = set(found.problems)  # what is wrong with a manifest is found in each walk
+        found.problems += [f"view {view!r}: {problem}" for problem in of_view.problems if problem not in known]
+        found.effort.nbytes += of_view.effort.nbytes
+        found.leftovers = tuple(name for name in found.leftovers if name in of_view.leftovers)
+    return found
+
+
+def _walk(
+    history: History, sequences: list[int], progress: Callable[[int, int, str], None], weights: Layout | None
+) -> Walk:
+    of = f" of view {history.view}" if history.view is not None else ""
     with tempfile.TemporaryDirectory(prefix="pulse-rl-verify-") as scratch:
         found = Walk(history, sequences, Path(scratch), weights)
         for done, sequence in enumerate(sequences):
-            progress(done, len(sequences) + 1, f"manifest {sequence}")
+            progress(done, len(sequences) + 1, f"manifest {sequence}{of}")
             found.visit(sequence)
-        progress(len(sequences), len(sequences) + 1, "the newest version, all bits")
+        progress(len(sequences), len(sequences) + 1, f"the newest version{of}, all bits")
         found.finish()
     return found
 

@@ -8,11 +8,12 @@ have succeeded; the history's trail and its pruning are its business too.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -63,6 +64,14 @@ class Delivered:
     warning: str | None  # what failed after the commit
 
 
+class InView(NamedTuple):
+    """A version as one of its views is, on its way."""
+
+    form: str
+    delivery: "Delivery"
+    attempt: Attempt
+
+
 class _Skip(msgspec.Struct, array_like=True):
     """A skip patch that one rank has coded."""
 
@@ -81,7 +90,7 @@ class Delivery:
         self.marked = False  # whether the store may hold the mark of a run's end
         self._retention = retention
         self._ranks = ranks
-        self._trail = Trail(0)  # to the newest version
+        self._trail = self._next_trail = Trail(0)  # to the newest version; to the one on its way
         self._unlisted: list[PatchLink] = []  # skip patches to it: the next version's trail will list them
         self._skips = Skips()
         self._committing: str | None = None  # the token of the last attempt that may have been committed
@@ -103,8 +112,8 @@ class Delivery:
                 log.warning("version %d: its trail is left behind, a new one begins here: %s", head.version, error)
         self.committed = head
 
-    def deliver(self, attempt: Attempt) -> Delivered:
-        """Put the objects, commit, then put skip patches and prune. A collective.
+    def deliver(self, attempt: Attempt, views: Mapping[str, InView]) -> Delivered:
+        """Put the objects, those of views too, commit, then put skip patches and prune. A collective.
 
         Raises IntegrityError or StoreError if the version could not be committed, and ExchangeError on the other ranks.
         A failure after the commit is logged and returned as a warning; an interruption after it is raised, and
@@ -114,17 +123,29 @@ class Delivery:
         try:
             manifest = self._put_parts(attempt)
             manifest = self._put_anchor(attempt, manifest)
-            manifest = self._commit(attempt, manifest)
+            entries = {name: view.delivery.put(view.attempt).entry(view.form) for name, view in views.items()}
+            manifest = self._commit(attempt, msgspec.structs.replace(manifest, views=entries))
+            for name, view in views.items():
+                view.delivery._stand(manifest.of(name))
         except BaseException:
             # The first rank knows whether it commits; another one only where all know that a step has failed.
             if self._committing != attempt.start.token and (self._ranks.rank == 0 or self._ranks.failure_is_shared):
-                self._delete_objects(attempt.manifest.sequence, attempt.start.token)
+                for one in (attempt, *(view.attempt for view in views.values())):
+                    self._delete_objects(one.manifest.sequence, one.start.token)
             raise
         try:
-            return self._follow_up(attempt, manifest, start)
+            return self._follow_up(attempt, manifest, views, start)
         except BaseException:  # an interruption: the skip patches may lack this version
-            self._skips.clear()
+            for delivery in (self, *(view.delivery for view in views.values())):
+                delivery._skips.clear()
             raise
+
+    def put(self, attempt: Attempt) -> Manifest:
+        """Put the objects of a view's version. A collective. Returns the manifest with them: on ranks but the first
+        without the trail.
+        """
+        manifest = self._put_anchor(attempt, self._put_parts(attempt))
+        return self._ranks.do("put a trail", partial(self._put_trail, attempt, manifest))
 
     def _put_parts(self, attempt: Attempt) -> Manifest:
         """Put every rank's part of the patch. Returns the manifest with the patch."""
@@ -178,35 +199,47 @@ class Delivery:
             self._committing = attempt.start.token
         created = self._ranks.share("commit a version", partial(self._commit_first, attempt, manifest), float)[0]
         if self._ranks.rank:
-            self.committed = msgspec.structs.replace(manifest, created=created)
+            self._stand(msgspec.structs.replace(manifest, created=created))
         assert self.committed is not None
         return self.committed
+
+    def _stand(self, manifest: Manifest | None) -> None:
+        """Go on from a version that is committed."""
+        self.committed, self._trail, self._unlisted = manifest, self._next_trail, []
 
     def _commit_first(self, attempt: Attempt, manifest: Manifest) -> float:
         """On the first rank: put the list of parts and the trail, and commit. Returns when."""
         if self._ranks.rank:
             return 0.0
-        self._check_one_store(manifest)
-        trail, patch = Trail(manifest.sequence), attempt.encoded.patch
-        if manifest.patch is not None and patch is not None and attempt.base is not None:
-            link = PatchLink(manifest.patch, attempt.base.sequence, state_of(manifest))
-            trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
-            encoded = trail.encode()
-            trail_ref = refer(trail_name(manifest.sequence, attempt.start.token), encoded)
-            data, name = self._first_object(patch, manifest.patch), manifest.patch.name
-            manifest = msgspec.structs.replace(manifest, trail=trail_ref)
-            decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
-            with ThreadPoolExecutor(1) as pool:  # both at once saves a round trip
-                trail_put = submit(pool, self.history.store.put, trail_ref.name, encoded)
-                self.history.store.put(name, data)
-                trail_put.result()
+        manifest = self._put_trail(attempt, manifest)
         manifest = msgspec.structs.replace(manifest, created=time.time())
         self.history.seal(manifest)  # which proves that it can be read
         self._committing = attempt.start.token
         self.history.commit(manifest)
-        self._trail, self._unlisted = trail, []
-        self.committed = manifest
+        self._stand(manifest)
         return manifest.created
+
+    def _put_trail(self, attempt: Attempt, manifest: Manifest) -> Manifest:
+        """On the first rank: put the list of parts and the trail. Returns the manifest with the trail."""
+        if self._ranks.rank:
+            return manifest
+        self._check_one_store(manifest)
+        patch = attempt.encoded.patch
+        if manifest.patch is None or patch is None or attempt.base is None:
+            self._next_trail = Trail(manifest.sequence)
+            return manifest
+        link = PatchLink(manifest.patch, attempt.base.sequence, state_of(manifest))
+        self._next_trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
+        encoded = self._next_trail.encode()
+        trail_ref = refer(trail_name(manifest.sequence, attempt.start.token), encoded)
+        data, name = self._first_object(patch, manifest.patch), manifest.patch.name
+        manifest = msgspec.structs.replace(manifest, trail=trail_ref)
+        decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
+        with ThreadPoolExecutor(1) as pool:  # both at once saves a round trip
+            trail_put = submit(pool, self.history.store.put, trail_ref.name, encoded)
+            self.history.store.put(name, data)
+            trail_put.result()
+        return manifest
 
     def _check_one_store(self, manifest: Manifest) -> None:
         """Find in the store of the first rank what the others have put, until a part of each was there once.
@@ -236,13 +269,16 @@ class Delivery:
         """What is put under a patch's name: the patch, or the list of its parts."""
         return list_parts(ref.name, self._parts)[0] if ref.parts else patch.data
 
-    def _follow_up(self, attempt: Attempt, manifest: Manifest, start: float) -> Delivered:
+    def _follow_up(self, attempt: Attempt, manifest: Manifest, views: Mapping[str, InView], start: float) -> Delivered:
         """What is done after the commit, which cannot fail any more."""
         committed = time.perf_counter()
         warnings: list[str] = []
         skip_nbytes = 0
         with _noting(warnings, f"skip patches to version {manifest.version}"):
             skip_nbytes = self._put_skips(attempt, manifest)
+        for name, view in views.items():
+            with _noting(warnings, f"skip patches to version {manifest.version} in view {name!r}"):
+                skip_nbytes += view.delivery._put_skips(view.attempt, manifest.of(name) or manifest)
         skipped = time.perf_counter()
         if self._retention is not None and self._ranks.rank == 0:
             with _noting(warnings, "deleting old versions"):

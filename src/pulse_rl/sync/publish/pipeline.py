@@ -26,26 +26,21 @@ rank that is lost in the commit itself, the others cannot tell whether it was co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-from pulse_rl.errors import ExchangeError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.history import holds
-from pulse_rl.history.trail import state_of
 from pulse_rl.logs import logger
 from pulse_rl.sync.publish.attempt import Attempt, Clock, VersionStart
-from pulse_rl.sync.publish.delivery import Delivered, Delivery
-from pulse_rl.sync.publish.encoding import Base, Encoder, copy_whole
+from pulse_rl.sync.publish.delivery import Delivered
 from pulse_rl.sync.publish.intake import Given, Request
-from pulse_rl.sync.publish.position import Position
-from pulse_rl.sync.publish.report import PublishReport, nonfinite_warning, publish_report
-from pulse_rl.sync.publish.skips import MAX_OVERLAY
-from pulse_rl.sync.publish.successor import check_readable, check_successor, new_manifest, next_version
+from pulse_rl.sync.publish.line import Line
+from pulse_rl.sync.publish.report import PublishReport, publish_report
+from pulse_rl.sync.publish.views import ViewLine
 from pulse_rl.sync.shares import Share
-from pulse_rl.weights.names import warn_of_prefix
 
 log = logger(__name__)
 
@@ -60,20 +55,14 @@ class _InFlight(NamedTuple):
 class Pipeline:
     """Takes versions into a history, one after another.
 
-    anchor_every: as of `Publisher`. tell: gets the report of each version that is committed.
+    line: of the weights as they are published. views: of the same versions. tell: gets the report of each version that
+    is committed.
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        position: Position,
-        encoder: Encoder,
-        delivery: Delivery,
-        anchor_every: int,
-        tell: Callable[[PublishReport], None],
+        self, ranks: Ranks, line: Line, views: Sequence[ViewLine], tell: Callable[[PublishReport], None]
     ) -> None:
-        self._ranks, self._position, self._encoder, self._delivery = ranks, position, encoder, delivery
-        self._anchor_every, self._tell = anchor_every, tell
+        self._ranks, self._line, self._views, self._tell = ranks, line, views, tell
         self._in_flight: _InFlight | None = None
         self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
 
@@ -83,58 +72,28 @@ class Pipeline:
         share: what this rank holds; None to find out where the history ends. bandwidth: bits per second of the link to
         a worker; None for what was measured.
         """
-        bandwidth = bandwidth or self._delivery.measured_bandwidth
+        position = self._line.position
+        bandwidth = bandwidth or self._line.delivery.measured_bandwidth
         if self._in_flight is not None:  # alone: ranks of a group wait for a version in flight
-            return self._position.after(self._in_flight.attempt.moved(), bandwidth)
-        if self._position.baseline is None:
+            return position.after(self._in_flight.attempt.moved(), bandwidth)
+        if position.baseline is None:
             self.await_pool()
-        return self._position.begin(anchor, share, bandwidth)
+        return position.begin(anchor, share, bandwidth)
 
     def encode(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
         """Encode the weights as the next version, proved; as the first one, or without a baseline, copy them.
 
         A collective.
         """
-        head, base, share = start.head, start.base, given.share
-        if head is not None:
-            share = share.called(None if base is None else base.plan.all_names(), head.tied)
-        plan = share.plan
-        version = next_version(head, start.sequence) if request.version is None else request.version
-        if base is None:
-            check_readable(plan)
-        if head is not None:
-            check_successor(head, base.plan if base else None, plan, version, self._delivery.history.store.url)
-        else:
-            warn_of_prefix(plan.tensors)
-        if head is None or base is None:
-            encoded, anchor, nonfinite = copy_whole(share, self._ranks, self._position.kept_on), True, 0
-        else:
-            before = Base(base.tensors, state_of(head), head.patch.codec if head.patch else None)
-            kept = base.tensors.held_nbytes * MAX_OVERLAY
-            encoded = self._encoder.encode(before, share, version, start.bandwidth, keep_nbytes=kept)
-            anchor = request.anchor or start.sequence - head.anchor_sequence >= self._anchor_every
-            nonfinite = head.nonfinite
-        manifest = new_manifest(
-            start.sequence,
-            version,
-            digest=encoded.digest,
-            tensors=plan,
-            head=head,
-            publisher=self._delivery.publisher,
-            anchor=anchor,
-            metadata=given.metadata,
-            nonfinite=max(0, nonfinite + encoded.nonfinite),
-        )
-        if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
-            found_odd = nonfinite_warning(manifest, encoded.spoilt) or "all weights are finite again"
-            log.warning("version %d: %s", version, found_odd)
-        return Attempt(manifest, start, plan, encoded, given.files, clock)
+        for view in self._views:
+            view.check(start.head)
+        return self._line.encode(start, given, request, clock)
 
     def deliver(self, attempt: Attempt, *, background: bool) -> PublishReport:
         """Move the baseline, put the version and commit it, or undo the move. A collective."""
         if self.flush() is not None:  # this one builds on a version that is committed by now
-            attempt = replace(attempt, start=attempt.start._replace(base=self._position.baseline))
-        self._move(attempt)
+            attempt = replace(attempt, start=attempt.start._replace(base=self._line.position.baseline))
+        self._line.move(attempt)
         if background:
             self._start(attempt)
             return publish_report(attempt, None)
@@ -143,15 +102,6 @@ class Pipeline:
         finally:
             self._settle(attempt)
         return self._report(attempt, delivered)
-
-    def _move(self, attempt: Attempt) -> None:
-        """Move the baseline to the new version, on all ranks or none. A collective."""
-        self._position.baseline = None  # until it is known what its memory holds
-        try:
-            self._ranks.do("move the baseline", attempt.move)
-        except ExchangeError:  # it is moved here, and another rank could not
-            self._position.baseline = attempt.undo()
-            raise
 
     def _start(self, attempt: Attempt) -> None:
         """Put a version in the background."""
@@ -176,16 +126,16 @@ class Pipeline:
         Where a version was in flight when the call began, the history may have been rolled back since: then no patch
         can start from its end.
         """
-        base, history = attempt.base, self._delivery.history
-        if base is not None and not attempt.start.head_is_fresh and not holds(history.store, base):
-            raise self._position.changed(base, history.end()[1])
-        return self._delivery.deliver(attempt)
+        base, delivery = attempt.base, self._line.delivery
+        if base is not None and not attempt.start.head_is_fresh and not holds(delivery.history.store, base):
+            raise self._line.position.changed(base, delivery.history.end()[1])
+        return delivery.deliver(attempt, {view.name: view.encode(attempt) for view in self._views})
 
     def _settle(self, attempt: Attempt) -> None:
-        """After a delivery, take the baseline back: of the version if it is committed, else of the one before."""
-        committed = self._delivery.committed
-        stands = committed is not None and committed.sequence == attempt.manifest.sequence
-        self._position.baseline = attempt.moved(committed) if stands else attempt.undo()
+        """After a delivery, take the baselines back."""
+        self._line.settle(attempt)
+        for view in self._views:
+            view.settle()
 
     def flush(self) -> PublishReport | None:
         """Wait until the version in flight is committed. Returns its full report; None if none is in flight."""

@@ -82,14 +82,39 @@ class Position:
         ready = all(one.ready and one.known == first.before for one in found)
         skip_rebuild = first.skip_rebuild or (anchor and not all(one.ready for one in found))
         if not ready and not skip_rebuild and (share is not None or ranks.size == 1):
-            self.baseline = None  # its memory is needed
-            log.info("reading and proving version %d, to continue after it", head.version)
-            if ranks.size == 1:
-                self.baseline = ranks.do("rebuild the newest version", partial(self._rebuild, head, share))
-            elif share is not None:
-                self.baseline = self._rebuild_share(head, share)
+            self._take_up(head, share)
         base = None if skip_rebuild else self.baseline
         return VersionStart(first.sequence, first.token, first.bandwidth, head, base)
+
+    def continue_from(self, start: VersionStart, share: Share, *, skip_rebuild: bool) -> VersionStart:
+        """Where the next version of a view goes: as the version's `start` says, with the baseline of the view's head.
+
+        skip_rebuild: whether a baseline that does not hold the head is given up, as the version gets an anchor. A
+        collective.
+        """
+        head = start.head
+
+        def look() -> tuple[None, bool]:
+            held = self.baseline.manifest if self.baseline is not None else None
+            if held is not None and head is not None:
+                return None, (held.sequence, held.digest) == (head.sequence, head.digest)
+            return None, held is head
+
+        ready = all(self._ranks.do_and_share("look at a view's baseline", look, bool)[1])
+        if not ready:
+            self.baseline = None
+            if head is not None and not skip_rebuild:
+                self._take_up(head, share)
+        return start._replace(base=self.baseline)
+
+    def _take_up(self, head: Manifest, share: Share | None) -> None:
+        """Rebuild the newest version, or this rank's share of it, as the baseline. A collective."""
+        self.baseline = None  # its memory is needed
+        log.info("reading and proving version %d, to continue after it", head.version)
+        if self._ranks.size == 1:
+            self.baseline = self._ranks.do("rebuild the newest version", partial(self._rebuild, head, share))
+        elif share is not None:
+            self.baseline = self._rebuild_share(head, share)
 
     def _look(self, anchor: bool, bandwidth: float | None) -> tuple[Manifest | None, _Standing]:
         """Where this rank stands; on the first one also where the history ends."""

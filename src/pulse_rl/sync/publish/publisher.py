@@ -28,10 +28,12 @@ from pulse_rl.sync.publish.baseline import KeptOn
 from pulse_rl.sync.publish.delivery import Delivery
 from pulse_rl.sync.publish.encoding import Encoder
 from pulse_rl.sync.publish.intake import Intake, Request
+from pulse_rl.sync.publish.line import Line
 from pulse_rl.sync.publish.pipeline import Pipeline
 from pulse_rl.sync.publish.position import Position
 from pulse_rl.sync.publish.report import PublishReport
 from pulse_rl.sync.publish.successor import check_key
+from pulse_rl.sync.publish.views import ViewLine
 from pulse_rl.sync.turn import ThreadTurn, in_turn
 from pulse_rl.weights.devices import require_kernels
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from pulse_rl.log.signing import PrivateKey
+    from pulse_rl.weights.views.fp8 import Fp8
 
 WORDING = Wording(
     failed="the exchange between publishing ranks failed: a rank or the network is lost, or the ranks did not make the "
@@ -98,6 +101,10 @@ class Publisher:
             further name → the name that stands for it. Frameworks that gather whole tensors give such copies of tied
             ones. Each `publish` compares them, and raises where they differ; a name that is absent counts as tied.
             Tensors that are the same memory are tied without it.
+        views: The same versions in other precisions, as {"fp8": pulse.Fp8()}. Each view has patches and anchors of its
+            own, for `Subscriber(view="fp8")`, and is committed with its version or not at all. It is quantised from
+            the published bfloat16 after the weights may be modified again. Memory: its codes and scales twice. Of a
+            group, what each rank publishes has to consist of whole blocks.
 
     Raises:
         ValueError: A setting makes no sense.
@@ -126,6 +133,7 @@ class Publisher:
         group: dist.ProcessGroup | Literal["world"] | None = None,
         group_timeout: float | None = None,
         tied: Mapping[str, str] | None = None,
+        views: Mapping[str, Fp8] | None = None,
     ) -> None:
         self._ranks = Ranks.of(group, WORDING, group_timeout)
         self.has_group = group is not None
@@ -143,13 +151,16 @@ class Publisher:
             self.history = History(store, sign_with=sign_with, patience=patience)
             retention = Retention(retain, keep_every, grace) if retain is not None else None
             settings, warn = f"codec={codec}, anchor_every={anchor_every}", group is None and default_place() is None
+            settings += f", views={dict(sorted(views.items()))}" if views else ""
             self._intake = Intake(self._ranks, cast, tied, settings, warn=warn)
-            encoder = Encoder(codec, self._ranks)
             self._delivery = Delivery(self.history, retention, self._ranks)
             self._position = Position(self._delivery, self._ranks, baseline)
-            self._pipeline = Pipeline(
-                self._ranks, self._position, encoder, self._delivery, anchor_every, partial(tell, self)
-            )
+            line = Line(self._ranks, self._position, Encoder(codec, self._ranks), self._delivery, anchor_every)
+            made = [
+                ViewLine(name, fp8, self._ranks, self.history.of(name), codec, anchor_every)
+                for name, fp8 in sorted((views or {}).items())
+            ]
+            self._pipeline = Pipeline(self._ranks, line, made, partial(tell, self))
 
         with self._ranks.collective():
             self._ranks.make("make a publisher", make)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pulse_rl.history.manifest import Manifest, Scalar
+from pulse_rl.history.manifest import Manifest, Scalar, ViewEntry
 from pulse_rl.sync.publish.attempt import Attempt
 from pulse_rl.sync.publish.delivery import Delivered
 
@@ -30,7 +30,7 @@ class PublishReport:
             `flush` returns the full report.
         anchor_nbytes: Bytes of the full checkpoint; 0 unless this version has an anchor.
         skip_nbytes: Bytes of skip patches to this version, for subscribers that are several versions behind.
-        sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches.
+        sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches, those of views too.
         group_nbytes: Bytes that this rank sent to the others of its group, to all of them together; 0 without a group.
             Only an anchor's tensors go over the group. Of the call, so with background=True what the delivery of the
             version before still sent is part of them.
@@ -47,6 +47,7 @@ class PublishReport:
             failed after the commit (skip patches, pruning). None for nothing.
         metadata: What was noted of the version, as it is stored; None for nothing.
         nonfinite: Elements that are NaN or infinite.
+        views: By name, what the version is in its views; empty while it is pending.
     """
 
     version: int
@@ -75,6 +76,7 @@ class PublishReport:
     warning: str | None
     metadata: Mapping[str, Scalar] | None
     nonfinite: int
+    views: Mapping[str, ViewEntry]
 
 
 def nonfinite_warning(manifest: Manifest, spoilt: str) -> str | None:
@@ -94,7 +96,10 @@ def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishRepo
     manifest = delivered.manifest if delivered else attempt.manifest
     patch_nbytes = manifest.patch.total_nbytes if manifest.patch else encoded.nbytes
     skip_nbytes = delivered.skip_nbytes if delivered else 0
-    trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
+    sent_nbytes = skip_nbytes + sum(
+        one.anchor_nbytes + (one.patch.total_nbytes if one.patch else 0) + (one.trail.nbytes if one.trail else 0)
+        for one in manifest.each_view()
+    )
     warnings = nonfinite_warning(manifest, encoded.spoilt), delivered.warning if delivered else None
     return PublishReport(
         version=manifest.version,
@@ -110,7 +115,7 @@ def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishRepo
         pending=delivered is None,
         anchor_nbytes=manifest.anchor_nbytes,
         skip_nbytes=skip_nbytes,
-        sent_nbytes=patch_nbytes + manifest.anchor_nbytes + trail_nbytes + skip_nbytes if delivered else 0,
+        sent_nbytes=sent_nbytes if delivered else 0,
         group_nbytes=attempt.clock.group_nbytes,
         reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
         cast_s=encoded.cast_s,
@@ -123,4 +128,5 @@ def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishRepo
         warning="; ".join(filter(None, warnings)) or None,
         metadata=manifest.metadata,
         nonfinite=manifest.nonfinite,
+        views=manifest.views,
     )

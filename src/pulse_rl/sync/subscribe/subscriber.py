@@ -90,6 +90,8 @@ class Subscriber:
             made before `init_process_group`. By default one process alone.
         group_timeout: Seconds that a rank waits for another one before it raises ExchangeError; half an hour by
             default.
+        view: The view to follow, as "fp8" of `Publisher(views={"fp8": …})`: its weights have the codes and scales of
+            that view. None: the weights as they were published.
 
     Raises:
         ValueError: A setting makes no sense.
@@ -112,6 +114,7 @@ class Subscriber:
         poll_max: float = LONGEST_POLL_S,
         group: dist.ProcessGroup | Literal["world"] | None = None,
         group_timeout: float | None = None,
+        view: str | None = None,
     ) -> None:
         self._ranks = Ranks.of(group, WORDING, group_timeout)
 
@@ -119,7 +122,7 @@ class Subscriber:
             if not isinstance(verify_live, int) or verify_live < 0:
                 raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
             check_intervals(poll, poll_max)
-            history = History(store, public_key=public_key, patience=patience)
+            history = History(store, public_key=public_key, patience=patience, view=view)
             return history, None if heartbeat is None else Heart(history.store, heartbeat)
 
         with self._ranks.collective():

@@ -23,7 +23,7 @@ from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout, layout
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
 from pulse_rl.weights.segments import SEGMENT
 from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.fp8 import Fp8
@@ -150,6 +150,7 @@ class Quantised(Mapping[str, Bits]):
     Args:
         fp8: What the view is.
         weights: A torch module, or a mapping of name to tensor, whose memory it goes on to read.
+        whole: Whether these are all weights of a model, of which some can be quantised.
 
     Raises:
         ValueError: The view cannot quantise these weights.
@@ -159,7 +160,7 @@ class Quantised(Mapping[str, Bits]):
         layout: The tensors by name, and which names are tied.
     """
 
-    def __init__(self, fp8: Fp8, weights: Any) -> None:
+    def __init__(self, fp8: Fp8, weights: Any, *, whole: bool = True) -> None:
         source = layout(weights)
         self.fp8, self._form = fp8, ViewFormat(fp8)
         self._parts: dict[str, list[_Part]] = {}
@@ -176,7 +177,7 @@ class Quantised(Mapping[str, Bits]):
                 self._add(name, bits, found)
             except ValueError as error:
                 raise ValueError(f"tensor {name!r}: {error}") from None
-        if not self._parts:
+        if whole and not self._parts:
             raise ValueError(f"expected matrices to quantise, named ….weight, found none in {len(source)} tensors")
         self.layout = Layout(sorted(found.items()), source.tied)
 
@@ -214,12 +215,13 @@ class Quantised(Mapping[str, Bits]):
         """Have sticky scales go on from those of the version before; before the first `look`.
 
         Args:
-            before: The tensors of that version, in the same pieces.
+            before: The tensors of that version, of which these may be a part.
         """
         for name, parts in self._parts.items():
-            pieces = pieces_of(before[self._form.scale_name(name)])
-            for part, piece in zip(parts, pieces, strict=True):
-                part.go_on(piece.bits.read(0, piece.bits.size))
+            scales = self._form.scale_name(name)
+            for part, piece in zip(parts, pieces_of(self.layout[scales]), strict=True):
+                held = place_view(before[scales], piece.box)
+                part.go_on(held.read(0, held.size))
 
     def follow(self, changes: Iterable[tuple[str, Box, Changes]]) -> None:
         """Quantise what has changed since the last look, and look at nothing else.

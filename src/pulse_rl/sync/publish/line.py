@@ -1,0 +1,92 @@
+"""One line of versions, the weights as they are published or a view of them: its baseline, its codec, its delivery.
+
+A version is encoded and moved here; `pipeline` says when, and what follows.
+"""
+
+from pulse_rl.errors import ExchangeError
+from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.trail import state_of
+from pulse_rl.logs import logger
+from pulse_rl.sync.publish.attempt import Attempt, Clock, VersionStart
+from pulse_rl.sync.publish.delivery import Delivery
+from pulse_rl.sync.publish.encoding import Base, Encoder, copy_whole
+from pulse_rl.sync.publish.intake import Given, Request
+from pulse_rl.sync.publish.position import Position
+from pulse_rl.sync.publish.report import nonfinite_warning
+from pulse_rl.sync.publish.skips import MAX_OVERLAY
+from pulse_rl.sync.publish.successor import check_readable, check_successor, new_manifest, next_version
+from pulse_rl.weights.names import warn_of_prefix
+
+log = logger(__name__)
+
+
+class Line:
+    """Encodes the versions of one line, and moves its baseline.
+
+    anchor_every: as of `Publisher`.
+    """
+
+    def __init__(
+        self, ranks: Ranks, position: Position, encoder: Encoder, delivery: Delivery, anchor_every: int
+    ) -> None:
+        self.position, self.delivery = position, delivery
+        self._ranks, self._encoder, self._anchor_every = ranks, encoder, anchor_every
+
+    def encode(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
+        """Encode the weights as the next version, proved; as the first one, or without a baseline, copy them.
+
+        A collective.
+        """
+        head, base, share = start.head, start.base, given.share
+        if head is not None:
+            share = share.called(None if base is None else base.plan.all_names(), head.tied)
+        plan = share.plan
+        version = next_version(head, start.sequence) if request.version is None else request.version
+        if base is None:
+            check_readable(plan)
+        if head is not None:
+            check_successor(head, base.plan if base else None, plan, version, self.delivery.history.store.url)
+        else:
+            warn_of_prefix(plan.tensors)
+        if head is None or base is None:
+            encoded, anchor, nonfinite = copy_whole(share, self._ranks, self.position.kept_on), True, 0
+        else:
+            before = Base(base.tensors, state_of(head), head.patch.codec if head.patch else None)
+            kept = base.tensors.held_nbytes * MAX_OVERLAY
+            encoded = self._encoder.encode(before, share, version, start.bandwidth, keep_nbytes=kept)
+            anchor = request.anchor or start.sequence - head.anchor_sequence >= self._anchor_every
+            nonfinite = head.nonfinite
+        manifest = new_manifest(
+            start.sequence,
+            version,
+            digest=encoded.digest,
+            tensors=plan,
+            head=head,
+            publisher=self.delivery.publisher,
+            anchor=anchor,
+            metadata=given.metadata,
+            nonfinite=max(0, nonfinite + encoded.nonfinite),
+        )
+        if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
+            found_odd = nonfinite_warning(manifest, encoded.spoilt) or "all weights are finite again"
+            log.warning("version %d: %s", version, found_odd)
+        return Attempt(manifest, start, plan, encoded, given.files, clock)
+
+    def move(self, attempt: Attempt) -> None:
+        """Move the baseline to the new version, on all ranks or none. A collective."""
+        self.position.baseline = None  # until it is known what its memory holds
+        try:
+            self._ranks.do("move the baseline", attempt.move)
+        except ExchangeError:  # it is moved here, and another rank could not
+            self.position.baseline = attempt.undo()
+            raise
+
+    def settle(self, attempt: Attempt) -> bool:
+        """After a delivery, take the baseline back: of the version if it is committed, else of the one before.
+
+        Returns whether it is committed.
+        """
+        committed = self.delivery.committed
+        stands = committed is not None and committed.sequence == attempt.manifest.sequence
+        self.position.baseline = attempt.moved(committed) if stands else attempt.undo()
+        return stands

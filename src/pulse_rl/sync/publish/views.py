@@ -1,0 +1,119 @@
+"""Views: the versions of one publisher in other precisions, each committed with its version or not at all.
+
+A view is quantised from the baseline, which holds the version once it has moved: that needs neither the trainer's
+weights nor its time. From there on it is a publish like any other, with a baseline and a trail of its own; but its
+objects are named in the manifest of the version, so one commit and one signature are for all.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from pulse_rl.errors import BaseMismatchError
+from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.history import History
+from pulse_rl.history.manifest import Manifest, check_view_name
+from pulse_rl.sync.publish.attempt import Attempt, VersionStart
+from pulse_rl.sync.publish.delivery import Delivery, InView
+from pulse_rl.sync.publish.encoding import Encoder
+from pulse_rl.sync.publish.intake import Given, Request
+from pulse_rl.sync.publish.line import Line
+from pulse_rl.sync.publish.position import Position
+from pulse_rl.sync.shares import Share, SharePlan, share_of
+from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.views.formats import ViewFormat
+from pulse_rl.weights.views.fp8 import Fp8
+from pulse_rl.weights.views.quantised import Quantised
+
+CONFIG = "config.json"
+
+
+class _Codes(NamedTuple):
+    """The codes and scales of one version, and the weights that they were made of."""
+
+    quantised: Quantised
+    source: Layout
+
+
+class ViewLine:
+    """One view of a publisher's versions.
+
+    Of two fields one is always None: `_codes` are of the version that the view's baseline holds; while a version is on
+    its way they are in `_attempt`.
+    """
+
+    def __init__(self, name: str, fp8: Fp8, ranks: Ranks, history: History, codec: str, anchor_every: int) -> None:
+        if not isinstance(fp8, Fp8):
+            raise ValueError(f"views: expected name → pulse.Fp8(…), found {name!r}: {fp8!r}")
+        check_view_name(name)
+        self.name, self._form, self._fp8, self._ranks = name, repr(fp8), fp8, ranks
+        delivery = Delivery(history, None, ranks)
+        self._line = Line(ranks, Position(delivery, ranks, "host"), Encoder(codec, ranks), delivery, anchor_every)
+        self._plan: SharePlan | None = None
+        self._codes: _Codes | None = None
+        self._attempt: tuple[Attempt, _Codes] | None = None
+
+    def check(self, head: Manifest | None) -> None:
+        """Raise BaseMismatchError if the version before has a view of this name and another form."""
+        found = head.views.get(self.name) if head is not None else None
+        if head is not None and found is not None and found.form != self._form:
+            raise BaseMismatchError(
+                f"view {self.name!r}: expected that of version {head.version}, {found.form}, found {self._form}: give "
+                "it another name"
+            )
+
+    def encode(self, version: Attempt) -> InView:
+        """Quantise a version that the baseline holds, encode it as the view's next, and move the view. A collective."""
+        codes, self._codes = self._codes, None
+        fresh = codes is None or codes.source is not version.tensors
+        codes = self._ranks.do("look at a view", lambda: self._made(version)) if fresh or codes is None else codes
+        share = self._plan_share(codes.quantised.layout)
+        before, anchored = version.start.head, version.manifest.anchor_sequence == version.manifest.sequence
+        head = before.of(self.name) if before is not None else None
+        token = blake3(f"{version.start.token} {self.name}".encode()).hexdigest(8)
+        start = VersionStart(version.start.sequence, token, version.start.bandwidth, head, None)
+        start = self._line.position.continue_from(start, share, skip_rebuild=version.base is None)
+        self._ranks.do("quantise", lambda: _follow(codes, version, start, fresh=fresh))
+        request = Request(None, version.manifest.version, anchored, False, None, None, None, None)
+        given = Given(share, self._files(version, share), None)
+        attempt = self._line.encode(start, given, request, version.clock)
+        self._attempt = attempt, codes
+        self._line.move(attempt)
+        return InView(self._form, self._line.delivery, attempt)
+
+    def _made(self, version: Attempt) -> _Codes:
+        return _Codes(Quantised(self._fp8, version.tensors, whole=self._ranks.size == 1), version.tensors)
+
+    def _plan_share(self, layout: Layout) -> Share:
+        share = share_of(self._ranks, layout, self._plan)
+        self._plan = share.plan
+        return share
+
+    def _files(self, version: Attempt, share: Share) -> Mapping[str, bytes]:
+        """The small files of an anchor: the version's, with a config.json that says how the weights are quantised."""
+        if CONFIG not in version.assets:
+            return version.assets
+        shapes = {name: spec.shape for name, spec in version.plan.tensors.items()}
+        config = json.loads(version.assets[CONFIG]) | {"quantization_config": ViewFormat(self._fp8).config(shapes)}
+        return {**version.assets, CONFIG: json.dumps(config, indent=2).encode()}
+
+    def settle(self) -> None:
+        """After a delivery: take the baseline and the codes back, of this version if it is committed."""
+        if self._attempt is None:
+            return
+        (attempt, codes), self._attempt = self._attempt, None
+        if self._line.settle(attempt):
+            self._codes = codes
+
+
+def _follow(codes: _Codes, version: Attempt, start: VersionStart, *, fresh: bool) -> None:
+    """Bring codes up to a version."""
+    replaced = version.encoded.replaced
+    if fresh and start.base is not None:
+        codes.quantised.go_on(start.base.tensors)
+    if fresh or replaced is None:
+        codes.quantised.look()
+    else:
+        codes.quantised.follow(replaced.replaced())

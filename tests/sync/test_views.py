@@ -1,0 +1,252 @@
+"""Views of a publisher: each version of each is what a naive quantisation of the same weights gives, or nothing is."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pulse_rl as pulse
+from pulse_rl.errors import one_line
+from pulse_rl.history.history import History
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.views.quantised import Quantised
+from tests.loco.ranks import Ranks
+from tests.store.through import Through
+
+VIEWS = {"fp8": pulse.Fp8(), "rows": pulse.Fp8(block="channel", rule="vllm", scales="sticky")}
+
+
+class Policy:
+    """Weights that change from step to step, and naive views of them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        shapes = {"q_proj.weight": (260, 140), "mlp.experts.up": (3, 40, 64), "norm.weight": (9,), "bias": (0, 3)}
+        self.weights = {name: self._normal(shape).bfloat16() for name, shape in shapes.items()}
+
+    def _normal(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def step(self, share: float = 0.01) -> dict[str, torch.Tensor]:
+        for tensor in self.weights.values():
+            where = torch.rand(tensor.shape, generator=self.random) < share
+            tensor.copy_(torch.where(where, tensor.float() * (1 + self._normal(tuple(tensor.shape))), tensor))
+        return self.weights
+
+    def views(self, before: dict[str, dict[str, Bits]] | None) -> dict[str, dict[str, Bits]]:
+        """The views of the weights as they are, made anew. before: those of the version before, for sticky scales."""
+        found: dict[str, dict[str, Bits]] = {}
+        for name, fp8 in VIEWS.items():
+            view = Quantised(fp8, {key: tensor.clone() for key, tensor in self.weights.items()})
+            if before is not None:
+                view.go_on(before[name])
+            found[name] = dict(view.look())
+        return found
+
+
+def same(weights: dict[str, torch.Tensor], view: dict[str, Bits]) -> bool:
+    assert sorted(weights) == sorted(view)
+    kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+    return all(
+        np.array_equal(tensor.view(kinds[tensor.itemsize]).numpy().reshape(-1), view[name].read(0, view[name].size))
+        for name, tensor in weights.items()
+    )
+
+
+def pull(store: Any, view: str, version: int | None = None) -> dict[str, torch.Tensor]:
+    subscriber = pulse.Subscriber(store, view=view, patience=0)
+    weights = subscriber.allocate()
+    subscriber.sync(weights, version=version)
+    return weights
+
+
+# What a call does: how, whether to a fresh publisher, and after how many puts of this call the store fails.
+CALLS = st.tuples(
+    st.sampled_from(["plain", "anchor", "background", "dense"]),
+    st.booleans(),
+    st.one_of(st.none(), st.integers(0, 12)),
+)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(CALLS, min_size=3, max_size=9), st.integers(0, 2**32))
+def test_every_version_has_its_views_or_does_not_exist(calls: list[tuple[str, bool, int | None]], seed: int) -> None:
+    """Publishes that fail at any put, are made by new publishers, dense ones: followers and new readers agree.
+
+    Sticky scales go on from the version before where there is a patch from it.
+    """
+    policy = Policy(seed)
+    store = Through(pulse.open_store("memory://"))
+    publisher = pulse.Publisher(store, views=VIEWS, anchor_every=4, patience=0)
+    publisher.publish(policy.weights)
+    held = policy.views(None)
+    followers = {name: pulse.Subscriber(store, view=name, patience=0) for name in VIEWS}
+    live = {name: one.allocate() for name, one in followers.items()}
+    committed = 0
+    for how, anew, puts in calls:
+        if anew:
+            publisher = pulse.Publisher(store, views=VIEWS, anchor_every=4, patience=0)
+        policy.step(0.6 if how == "dense" else 0.01)
+        left = puts
+
+        def rule(call: str, name: str) -> None:
+            nonlocal left
+            if call == "put" and left is not None:
+                left -= 1
+                if left < 0:
+                    raise pulse.StoreError(f"no more credit for {name}", name=name)
+
+        store.before = rule
+        with suppress(pulse.StoreError):
+            publisher.publish(policy.weights, anchor=how == "anchor", background=how == "background")
+            publisher.flush()
+        store.before = lambda call, name: None
+        head = History(store).head()
+        assert head is not None
+        assert sorted(head.views) == sorted(VIEWS)
+        if head.version != committed:
+            patched = all(entry.patch is not None for entry in head.views.values())
+            committed, held = head.version, policy.views(held if patched else None)
+        for name, follower in followers.items():
+            assert follower.sync(live[name]).version == committed
+            assert same(live[name], held[name])
+            assert same(pull(store, name), held[name])
+    assert pulse.verify(store).problems == ()
+
+
+def test_a_view_is_added_and_left_out_and_keeps_its_form(store: Any) -> None:
+    policy = Policy()
+    pulse.Publisher(store).publish(policy.weights)
+    with pytest.raises(pulse.VersionNotFoundError, match="version 0 in .* has no view 'fp8': it has none"):
+        pull(store, "fp8")
+    with pulse.Publisher(store, views={"fp8": VIEWS["fp8"]}) as publisher:
+        reports = [publisher.publish(policy.step()) for _ in range(3)]
+    assert [report.views["fp8"].patch is None for report in reports] == [True, False, False]
+    assert [bool(report.anchor_nbytes) for report in reports] == [False] * 3  # the view has an anchor, by itself
+    weights = pull(store, "fp8")
+    with pytest.raises(pulse.BaseMismatchError, match="view 'fp8': expected that of version 3, Fp8.* another name"):
+        pulse.Publisher(store, views={"fp8": VIEWS["rows"]}).publish(policy.step())
+    pulse.Publisher(store).publish(policy.weights)
+    with pytest.raises(pulse.VersionNotFoundError, match="version 4 in"):
+        pull(store, "fp8")
+    older = dict(Quantised(VIEWS["fp8"], before_step(3)).look())
+    pulse.Subscriber(store, view="fp8").sync(weights, version=3)
+    assert same(weights, older)
+    pulse.Publisher(store, views=VIEWS).publish(policy.step())
+    assert same(pull(store, "fp8"), policy.views(None)["fp8"])
+    assert pulse.verify(store).problems == ()
+
+
+def before_step(steps: int) -> dict[str, torch.Tensor]:
+    policy = Policy()
+    for _ in range(steps):
+        policy.step()
+    return policy.weights
+
+
+@pytest.mark.parametrize("what", ["patches", "anchors", "trails"])
+def test_damage_of_a_view_is_found_and_leaves_the_weights_alone(tmp_path: Path, what: str) -> None:
+    policy, store = Policy(), tmp_path / "store"
+    with pulse.Publisher(store, views={"fp8": VIEWS["fp8"]}, codec="gap") as publisher:
+        for _ in range(3):
+            publisher.publish(policy.step())
+    entries = [manifest.views["fp8"] for manifest in History(store).manifests()]
+    refs = {"patches": entries[1].patch, "anchors": entries[0].anchor[0], "trails": entries[2].trail}
+    ref = refs[what]
+    assert ref is not None
+    path = store / ref.name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    report = pulse.verify(store)
+    assert report.problems
+    assert all(problem.startswith("view 'fp8': ") for problem in report.problems)
+    assert (report.good_versions, report.leftovers) == ((0, 1, 2), ())
+    subscriber = pulse.Subscriber(store)
+    subscriber.sync(weights := subscriber.allocate())
+    assert pulse.digest(weights) == pulse.digest(policy.weights)
+
+
+def test_views_are_copied_pruned_and_signed_with_their_versions(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key, policy = Ed25519PrivateKey.generate(), Policy()
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    options: dict[str, Any] = {"anchor_every": 3, "retain": 2, "keep_every": 2, "grace": 0, "sign_with": key}
+    with pulse.Publisher(store, views=VIEWS, **options) as publisher:
+        held = None
+        for version in range(12):
+            publisher.publish(policy.step(), version=version)
+            held = policy.views(held)
+    assert held is not None
+    pulse.copy_history(store, copy)
+    for place in (store, copy):
+        report = pulse.verify(place, public_key=key.public_key())
+        assert (report.problems, report.leftovers) == ((), ())
+        assert report.good_versions == (0, 6, 9, 10, 11)
+        for name in VIEWS:
+            subscriber = pulse.Subscriber(place, view=name, public_key=key.public_key())
+            subscriber.sync(weights := subscriber.allocate())
+            assert same(weights, held[name])
+            pull(place, name, version=6)
+
+
+def test_an_anchor_of_a_view_is_a_checkpoint_that_says_how_it_is_quantised(tmp_path: Path) -> None:
+    policy = Policy()
+    config = json.dumps({"architectures": ["Tiny"], "torch_dtype": "bfloat16"}).encode()
+    pulse.Publisher(tmp_path, views=VIEWS).publish(policy.weights, assets={"config.json": config})
+    found = {}
+    for name in VIEWS:
+        head = History(tmp_path, view=name).newest()
+        (path,) = [tmp_path / ref.name for ref in head.anchor if ref.name.endswith("config.json")]
+        found[name] = json.loads(path.read_bytes())
+    assert {name: one["quantization_config"]["quant_method"] for name, one in found.items()} == {
+        "fp8": "fp8",
+        "rows": "compressed-tensors",
+    }
+    assert all(one["architectures"] == ["Tiny"] for one in found.values())
+
+
+def sharded(group: Any, rank: int, size: int, store: str, cut: int) -> list[str]:
+    """Publish three versions of which each rank holds some rows. Returns what went wrong."""
+    policy = Policy()
+    try:
+        with pulse.Publisher(store, group=group, views=VIEWS) as publisher:
+            for _ in range(3):
+                policy.step()
+                begin, end = ((0, cut), (cut, 260))[rank]
+                rows = policy.weights["q_proj.weight"][begin:end]
+                mine = policy.weights | {"q_proj.weight": pulse.Shard(rows, shape=(260, 140), offset=(begin, 0))}
+                publisher.publish(mine)
+    except (ValueError, pulse.ExchangeError) as error:
+        return [one_line(error)]
+    return []
+
+
+def test_ranks_quantise_their_shares(ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks that cut between blocks publish the views of the whole; ones that cut a block are told so."""
+    store = str(tmp_path / "store")
+    assert ranks(sharded, 2, store, 128) == [[], []]
+    policy = Policy()
+    held = None
+    for _ in range(3):
+        policy.step()
+        held = policy.views(held)
+    assert held is not None
+    assert all(same(pull(store, name), held[name]) for name in VIEWS)
+    assert pulse.verify(store).problems == ()
+    found = ranks(sharded, 2, str(tmp_path / "cut"), 100)
+    assert all("whole blocks" in message for (message,) in found)
+
+
+@pytest.mark.parametrize(
+    ("views", "word"), [({"a/b": pulse.Fp8()}, "view: expected a name"), ({"fp8": "float8"}, "views: expected name")]
+)
+def test_views_that_make_no_sense_are_refused(views: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        pulse.Publisher("memory://", views=views)
