@@ -21,6 +21,7 @@ import pulse_rl as pulse
 from bench.loco import task
 from bench.loco.run import EVALUATE_EVERY, LocoRun, Method, Settings
 from pulse_rl.group.collectives import Group
+from pulse_rl.loco import exchange
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.rounds import LocalSteps
@@ -103,10 +104,10 @@ class Trainers:
         (fragment,) = trainers[0].masters.fragments
         sends = [trainer.contribution.find() for trainer in trainers]
         payloads = [
-            memoryview(trainer.contribution.encode(fragment, each))
+            memoryview(trainer.contribution.fragment(fragment, each).encode())
             for trainer, each in zip(trainers, sends, strict=True)
         ]
-        means = first.add_up(fragment, dict(enumerate(payloads)), [], None)
+        means = exchange.add_up(dict(enumerate(payloads)), first.fragment(fragment, None), None)
         for each in sends:
             sent = sum(first.counts(each))
             self._outcomes.append(Outcome(len(sends), each, sent, ["bench"], means, Timings()))

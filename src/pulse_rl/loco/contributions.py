@@ -4,10 +4,9 @@ Sends are found for all segments before anything is exchanged. A dense pseudo-gr
 fragment at a time, so that no copy of all of it is held.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulse_rl.group.collectives import Group
 from pulse_rl.kernels import cpu
@@ -18,7 +17,7 @@ from pulse_rl.loco import exchange, log8
 from pulse_rl.loco.exchange import Exchange, Fragment, Timings
 from pulse_rl.loco.gate import Sends, cast, find_sends
 from pulse_rl.loco.masters import Masters, MasterSegment
-from pulse_rl.loco.payload import NO_BITS, NO_CLASSES, Coding, Sent, SharedSegment, in_order, indices_of, limit, rounded
+from pulse_rl.loco.payload import NO_BITS, NO_CLASSES, Coding, Sent, SharedSegment, in_order, rounded
 from pulse_rl.loco.sums import Mean
 from pulse_rl.parallel import ordered_map
 
@@ -62,7 +61,7 @@ class Contribution:
         self, group: Group, fragment: range, sends: list[Sends], counts: Sequence[int], timings: Timings
     ) -> tuple[str, list[Mean]]:
         """Exchange a fragment; returns the method and the mean of each of its segments. counts: of each rank."""
-        mine = self._fragment(fragment, sends)
+        mine = self.fragment(fragment, sends)
         if self._dense:
             return "dense", exchange.mean_of_dense(group, mine, timings)
         elements = sum(segment.size for segment in mine.segments)
@@ -70,28 +69,18 @@ class Contribution:
         method = auto if self._method == "auto" else self._method
         return method, exchange.mean_of_sparse(group, mine, method, timings)
 
-    def limit(self, fragment: range) -> int:
-        """The most bytes that a payload of a fragment may have."""
-        return limit([self._masters.segments[number].size for number in fragment])
+    def fragment(self, numbers: range, sends: list[Sends] | None) -> Fragment:
+        """A fragment of these segments. sends: None where what this trainer sends is not needed."""
 
-    def encode(self, fragment: range, sends: list[Sends]) -> bytes:
-        """This trainer's payload of a fragment."""
-        return self._fragment(fragment, sends).encode()
+        def prepare(number: int) -> tuple[SharedSegment, list[Sent]]:
+            segment = self._masters.segments[number]
+            shared = self._shared(segment)
+            if sends is None:
+                return shared, []
+            return shared, [self._gradient(segment) if self._dense else in_order(sends[number], shared, self._coding)]
 
-    def add_up(
-        self, fragment: range, payloads: Mapping[int, memoryview], sends: list[Sends], rank: int | None
-    ) -> list[Mean]:
-        """The mean of each segment of a fragment over payloads by rank, in rank order: as `exchange` adds up.
-
-        rank: whose payload is that of these sends, which is not read; None for none. Raises as `exchange.add_up`.
-        """
-        return exchange.add_up(payloads, self._fragment(fragment, sends, with_sends=rank is not None), rank)
-
-    def indices(self, fragment: range, rank: int, payload: memoryview) -> list[NDArray[np.uint32]]:
-        """What a rank's payload sends of each segment. Raises as `add_up`."""
-        read = self._fragment(fragment, [], with_sends=False)
-        decoders = exchange.open_from(rank, payload, read)
-        return [indices_of(decode(), segment) for decode, segment in zip(decoders, read.segments, strict=True)]
+        prepared = list(ordered_map(prepare, numbers))
+        return Fragment([one for _, sent in prepared for one in sent], [shared for shared, _ in prepared], self._coding)
 
     def _find(self, segment: MasterSegment) -> Sends | None:
         gate, value_dtype, scale = self._coding
@@ -105,19 +94,6 @@ class Contribution:
             return log8.find_sends(*state, gate, scale, seed=seed, start=segment.start, turn=self._turn)
         sends = find_sends(*state, gate, scale)
         return sends and sends._replace(values=rounded(sends.values, value_dtype))
-
-    def _fragment(self, fragment: range, sends: list[Sends], *, with_sends: bool = True) -> Fragment:
-        """with_sends: whether what this trainer sends is needed."""
-
-        def prepare(number: int) -> tuple[SharedSegment, list[Sent]]:
-            segment = self._masters.segments[number]
-            shared = self._shared(segment)
-            if not with_sends:
-                return shared, []
-            return shared, [self._gradient(segment) if self._dense else in_order(sends[number], shared, self._coding)]
-
-        prepared = list(ordered_map(prepare, fragment))
-        return Fragment([one for _, sent in prepared for one in sent], [shared for shared, _ in prepared], self._coding)
 
     def _shared(self, segment: MasterSegment) -> SharedSegment:
         gate, value_dtype, scale = self._coding

@@ -74,14 +74,15 @@ def decide(quorum: Quorum) -> Decision:
     highest = max(report.progress for report in reports.values())
     holders = [id_ for id_, report in reports.items() if report.progress == highest]
     options = reports[holders[0]].options
-    between = not highest.established or all(reports[id_].arrived for id_ in holders)
+    established, whole, _, _ = highest
+    between = not established or all(reports[id_].arrived for id_ in holders)
     ids = [
         id_
         for id_, report in sorted(reports.items())
-        if report.options == options and (id_ in holders or (between and not report.progress.established))
+        if report.options == options and (id_ in holders or (between and not report.group))
     ]
     rendezvous = f"{quorum.stores[ids[0]]}/pulse/{quorum.name}"
-    return Decision(quorum.name, ids, holders, highest.whole, options, between, rendezvous)
+    return Decision(quorum.name, ids, holders, whole, options, between, rendezvous)
 
 
 class ElasticMembers(GroupMembers):

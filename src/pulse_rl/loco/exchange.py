@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ContextDecorator
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -200,12 +201,13 @@ def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None)
     """
     if not mine.segments:
         return []
-    ranks = sorted(payloads)
-    decoders = {sender: open_from(sender, payloads[sender], mine) for sender in ranks if sender != rank}
+    decoders: list[Sequence[Decoder]] = [
+        [partial(_held, sent) for sent in mine.sent] if sender == rank else open_from(sender, payloads[sender], mine)
+        for sender in sorted(payloads)
+    ]
 
     def add(number: int) -> Mean:
-        sent = (mine.sent[number] if sender == rank else decoders[sender][number]() for sender in ranks)
-        return mean_of(sent, len(ranks), mine.segments[number], mine.coding)
+        return mean_of([one[number] for one in decoders], mine.segments[number], mine.coding)
 
     return list(ordered_map(add, range(len(mine.segments))))
 
@@ -218,6 +220,10 @@ def open_from(rank: int, data: memoryview, fragment: Fragment) -> list[Decoder]:
         to=lambda text: ExchangeError(f"rank {rank}: {text}", ranks=(rank,)),
     )
     return [named(decode) for decode in named(payload.open_payload)(data, fragment.segments, fragment.coding)]
+
+
+def _held(sent: Sent) -> Sent:
+    return sent
 
 
 def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:

@@ -20,27 +20,19 @@ HEARTBEAT = timedelta(milliseconds=100)  # torchft's default; its lighthouse dec
 PATIENCE = timedelta(days=1)  # for an answer: a newcomer waits for the end of a round, however long that takes
 
 
-class TrainerProgress(NamedTuple):
-    """How far a trainer's state is; those with the most hold the state of the run."""
-
-    established: bool  # whether it ever was in a group
-    whole: bool  # False while another trainer's state is transferred to it
-    round: int  # rounds done
-    group: str  # the last group that it was in; later ones sort higher
-
-
 class QuorumReport(msgspec.Struct, frozen=True):
     """What a trainer reports to the others when it asks for a quorum."""
 
     round: int  # rounds done
-    whole: bool  # whether its state is whole
+    whole: bool  # False while another trainer's state is transferred to it
     arrived: bool  # whether all of the next round is here
-    group: str  # the last group that was agreed on; "" for a newcomer
+    group: str  # the last group that was agreed on; "" for a newcomer; later ones sort higher
     options: str  # a hash of what must be the same on all trainers, apart from the state
 
     @property
-    def progress(self) -> TrainerProgress:
-        return TrainerProgress(self.group != "", self.whole, self.round, self.group)
+    def progress(self) -> tuple[bool, bool, int, str]:
+        """How far the trainer's state is; those with the most hold the state of the run. A newcomer was in no group."""
+        return self.group != "", self.whole, self.round, self.group
 
 
 class Quorum(NamedTuple):

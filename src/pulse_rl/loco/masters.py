@@ -18,8 +18,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco.outcome import Outcome
-from pulse_rl.loco.sums import Mean
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import sliced
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.segments import segments
@@ -73,7 +72,8 @@ class Masters:
             for name, bits in self._live.items()
             for start, stop in segments(bits.size)
         ]
-        self.fragments = _fragments([segment.size for segment in self.segments])
+        sizes = np.array([segment.size for segment in self.segments], np.int64)
+        self.fragments = [range(run.start, run.stop) for run in sliced(sizes, FRAGMENT)]
         self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
         self._empty_digest = sum(digests.mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
         self._frozen: dict[str, F32] = {}
@@ -149,20 +149,6 @@ class Masters:
             residual.fill(0)
         self.copy_to_live()
 
-    def check_outer(self, means: Sequence[Mean], lr: float, mu: float) -> None:
-        """Raise FloatingPointError if the outer step along these means, of each segment, would not leave θ finite."""
-
-        def overflows(number: int) -> bool:
-            segment = self.segments[number]
-            return loco.overflows(segment.shared, segment.momentum, means[number].dense(segment.size), lr, mu)
-
-        for segment, broken in zip(self.segments, ordered_map(overflows, range(len(means))), strict=True):
-            if broken:
-                raise FloatingPointError(
-                    f"the outer step overflows float32 in {segment.name!r}: expected finite weights after it, found an "
-                    "infinity or NaN; nothing was changed: a trainer diverged, go back to an earlier checkpoint"
-                )
-
     def commit(self, number: int, outcome: Outcome, lr: float, mu: float) -> int:
         """Take a round's outer step on one segment; returns the digest of θ there.
 
@@ -218,20 +204,6 @@ class Masters:
             np.subtract(values, self._read(segment), out=values)
             np.subtract(segment.shared, values, out=values)
         self._live[segment.name].write(segment.start, values.view(np.uint32))
-
-
-def _fragments(sizes: list[int]) -> list[range]:
-    """Runs of segments, by number, of at most FRAGMENT elements; a segment that is larger is a run by itself."""
-    fragments: list[range] = []
-    first, held = 0, 0
-    for number, size in enumerate(sizes):
-        held += size
-        if held > FRAGMENT and number > first:
-            fragments.append(range(first, number))
-            first, held = number, size
-    if sizes:
-        fragments.append(range(first, len(sizes)))
-    return fragments
 
 
 def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:

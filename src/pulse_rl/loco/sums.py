@@ -5,7 +5,7 @@ a power of two, so neither it nor a sign changes how a sum is rounded, and each 
 of each value. Only a segment that is being added up exists densely.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from pulse_rl.kernels.cpu.classes import Places, spread
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import log8
 from pulse_rl.loco.gate import NOTHING, Sends
-from pulse_rl.loco.payload import Coding, Sent, SharedSegment
+from pulse_rl.loco.payload import Coding, Decoder, Sent, SharedSegment
 from pulse_rl.weights.changes import find_changes
 
 
@@ -43,17 +43,11 @@ class Mean(NamedTuple):
         return Sends(self.indices, self.values)
 
 
-def mean_of(sent: Iterable[Sent], trainers: int, segment: SharedSegment, coding: Coding) -> Mean:
+def mean_of(sent: Sequence[Decoder], segment: SharedSegment, coding: Coding) -> Mean:
     """The sum of what each trainer sent, divided by their number. Raises FloatingPointError for one that overflows."""
-    total = _zeros("total", segment.size)
-    widths = log8.values_in_widths(coding.scale)
-    for one in sent:
-        if isinstance(one, Places):
-            streams.add(total, one, widths)
-        elif isinstance(one, Sends):
-            loco.add(total, *one)
-        else:
-            total += one
+    total, trainers = _zeros("total", segment.size), len(sent)
+    for decode in sent:
+        _add(total, decode(), coding.scale)  # held by nobody, so that the next one is decoded into the same memory
     if coding.value_dtype == "dense":
         return Mean(None, total / np.float32(trainers))
     if coding.value_dtype == "log8":
@@ -66,6 +60,15 @@ def mean_of(sent: Iterable[Sent], trainers: int, segment: SharedSegment, coding:
     if 2 * len(values) > len(total):
         return Mean(None, total / np.float32(trainers))
     return Mean(found.indices, values / np.float32(trainers))
+
+
+def _add(total: F32, sent: Sent, scale: float) -> None:
+    if isinstance(sent, Places):
+        streams.add(total, sent, log8.values_in_widths(scale))
+    elif isinstance(sent, Sends):
+        loco.add(total, *sent)
+    else:
+        total += sent
 
 
 def _zeros(name: str, size: int) -> F32:

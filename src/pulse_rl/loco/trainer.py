@@ -6,8 +6,9 @@ from blake3 import blake3
 
 from pulse_rl.group import agreement
 from pulse_rl.group.collectives import Group
+from pulse_rl.kernels.cpu import loco
 from pulse_rl.loco.contributions import Contribution
-from pulse_rl.loco.masters import Masters
+from pulse_rl.loco.masters import Masters, MasterSegment
 from pulse_rl.loco.outcome import Outcome, StateAfter
 from pulse_rl.loco.sums import Mean
 from pulse_rl.parallel import ordered_map
@@ -36,8 +37,19 @@ class Trainer:
         self.base = ""
 
     def check(self, means: Sequence[Mean]) -> None:
-        """Raise FloatingPointError if the outer step along these means would overflow."""
-        self.masters.check_outer(means, self._lr, self._mu)
+        """Raise FloatingPointError if the outer step along these means, of each segment, would not leave θ finite."""
+
+        def overflows(pair: tuple[MasterSegment, Mean]) -> bool:
+            segment, mean = pair
+            return loco.overflows(segment.shared, segment.momentum, mean.dense(segment.size), self._lr, self._mu)
+
+        segments = self.masters.segments[: len(means)]
+        for segment, broken in zip(segments, ordered_map(overflows, zip(segments, means, strict=True)), strict=True):
+            if broken:
+                raise FloatingPointError(
+                    f"the outer step overflows float32 in {segment.name!r}: expected finite weights after it, found an "
+                    "infinity or NaN; nothing was changed: a trainer diverged, go back to an earlier checkpoint"
+                )
 
     def commit(self, outcome: Outcome, inner_steps: int) -> None:
         """Take the outer step of a round of so many inner steps."""

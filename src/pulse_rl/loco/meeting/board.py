@@ -9,7 +9,7 @@ from pulse_rl.errors import IntegrityError, ObjectNotFoundError
 from pulse_rl.group.collectives import RankPlace
 from pulse_rl.group.ranks import TEXT_CHARACTERS
 from pulse_rl.loco.meeting import names
-from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Notice, Offer, RunDocument
+from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Notice, RunDocument
 from pulse_rl.log.beginning import begin_at, read_first
 from pulse_rl.log.objects import create, new_token, numbered
 from pulse_rl.log.sealed import read_sealed
@@ -108,10 +108,6 @@ class Board:
         if not ranks or ranks != sorted(set(ranks)) or not of_round:
             raise IntegrityError(f"{name} in {self.store.url}: expected offers of its round by rising ranks", name=name)
         return found
-
-    def offer(self, round: int, rank: int) -> Offer:
-        """The offer of a rank in a round."""
-        return self.read(names.offer_name(round, rank), Offer, round=round, rank=rank)
 
     def anchor(self, round: int) -> Anchor:
         """The anchor of a round."""

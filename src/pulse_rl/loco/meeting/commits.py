@@ -102,7 +102,7 @@ class Meeting:
                 raise self.left_behind(round)
             for rank in sorted(look.offering - offers.keys()):
                 if rank < self.board.size:
-                    offers[rank] = self.board.offer(round, rank)
+                    offers[rank] = self.board.read(names.offer_name(round, rank), Offer, round=round, rank=rank)
             self._heed_stops(look, round)
             if self.rank in offers:
                 self.repairs.give(trainer, look)
