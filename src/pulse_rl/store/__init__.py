@@ -2,5 +2,6 @@
 
 `urls` reads what a user names, `requests` sets how obstore asks and what its failures mean, `patient` retries what
 may pass, `ranges` reads parts of objects, and `cache` keeps objects in `cached_files` for all processes of a machine,
-in a `folder` that is safe from other users. A store holds named, immutable objects and knows nothing of their contents.
+in a `folder` that is safe from other users; `around` passes calls on. A store holds named, immutable objects and knows
+nothing of their contents.
 """

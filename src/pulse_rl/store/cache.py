@@ -14,7 +14,6 @@ No failure of the cache fails a read: the store is asked instead, and one warnin
 
 from __future__ import annotations
 
-import builtins
 import copy
 import math
 import re
@@ -27,7 +26,8 @@ from typing import Literal
 
 from pulse_rl.errors import IntegrityError, one_line
 from pulse_rl.logs import logger
-from pulse_rl.store.base import ObjectInfo, Store, read_changed
+from pulse_rl.store.around import StoreAround
+from pulse_rl.store.base import Store
 from pulse_rl.store.cached_files import (
     BLOCK_NBYTES,
     CachedFile,
@@ -78,17 +78,13 @@ class _Trouble:
     warned: bool = False
 
 
-class CachedStore:
+class CachedStore(StoreAround):
     """A Store that asks another one, and keeps what it reads in a directory."""
 
     def __init__(self, inner: Store, directory: CacheDirectory) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._directory = directory
         self._trouble = _Trouble()
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
 
     def over(self, inner: Store) -> CachedStore:
         """The same cache, over another form of the same store."""
@@ -99,17 +95,11 @@ class CachedStore:
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
     ) -> None:
-        self.inner.put(name, data, mode=mode)
+        super().put(name, data, mode=mode)
         self.drop_cached(name)
 
-    def check_create(self) -> None:
-        self.inner.check_create()
-
-    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        return self.inner.list(prefix, after)
-
     def delete(self, name: str) -> None:
-        self.inner.delete(name)
+        super().delete(name)
         self.drop_cached(name)
 
     def drop_cached(self, name: str) -> None:
@@ -124,10 +114,6 @@ class CachedStore:
         for part in self.stream(name):
             data += part
         return memoryview(data).toreadonly()
-
-    def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
-        """As `base.read_changed`: what can change is not in the cache."""
-        return read_changed(self.inner, name, tag, limit)
 
     def stream(self, name: str) -> Iterator[memoryview]:
         sent = 0
@@ -154,7 +140,7 @@ class CachedStore:
         gap: int = GAP_NBYTES,
         spare: float = SPARE,
         most: int | None = None,
-    ) -> builtins.list[memoryview]:
+    ) -> list[memoryview]:
         """As the function of this name, from a file that is opened once: here bytes cost less than requests."""
         wanted = [(start, stop) for start, stop in ranges if not is_empty(start, stop)]
         while wanted and (found := self._find(name, most)) is not None:

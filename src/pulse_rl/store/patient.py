@@ -19,9 +19,9 @@ from typing import Literal, TypeVar
 
 from pulse_rl.errors import StoreError
 from pulse_rl.logs import logger
-from pulse_rl.store.base import ObjectInfo, Store, read_changed
+from pulse_rl.store.around import StoreAround
+from pulse_rl.store.base import Store
 from pulse_rl.store.cache import CachedStore, uncached
-from pulse_rl.store.ranges import read_range
 from pulse_rl.store.remote import CloudStore
 
 log = logger(__name__)
@@ -72,18 +72,14 @@ def impatient(store: Store) -> Iterator[None]:
         store.patience = patience
 
 
-class PatientStore:
+class PatientStore(StoreAround):
     """A Store that repeats the operations of another one while their failures are temporary."""
 
     def __init__(self, inner: Store, patience: float) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.patience = patience  # seconds
         self._since: float | None = None  # when the outage began, monotonic; None without one
         self._failed = -math.inf  # when an operation was last given up
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
 
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
@@ -91,26 +87,7 @@ class PatientStore:
         if isinstance(data, Iterator):  # it cannot begin anew
             self.inner.put(name, data, mode=mode)
         else:
-            self._repeat(lambda: self.inner.put(name, data, mode=mode))
-
-    def check_create(self) -> None:
-        self._repeat(self.inner.check_create)
-
-    def get(self, name: str) -> memoryview:
-        return self._repeat(lambda: self.inner.get(name))
-
-    def read_range(self, name: str, start: int, stop: int) -> memoryview:
-        return self._repeat(lambda: read_range(self.inner, name, start, stop))
-
-    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        return self._repeat(lambda: self.inner.list(prefix, after))
-
-    def delete(self, name: str) -> None:
-        self._repeat(lambda: self.inner.delete(name))
-
-    def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
-        """As `base.read_changed`."""
-        return self._repeat(lambda: read_changed(self.inner, name, tag, limit))
+            super().put(name, data, mode=mode)
 
     def stream(self, name: str) -> Iterator[memoryview]:
         received, began = 0, self._begin()
@@ -135,11 +112,11 @@ class PatientStore:
                 yield part[start:]
             start = max(0, start - len(part))
 
-    def _repeat(self, attempt: Callable[[], T]) -> T:
+    def _call(self, verb: str, name: str, call: Callable[[], T]) -> T:
         began = self._begin()
         while True:
             try:
-                result = attempt()
+                result = call()
             except StoreError as error:
                 began = min(began, time.monotonic())
                 self._pause(error, began)

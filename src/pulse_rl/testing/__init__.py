@@ -12,20 +12,20 @@ loader of an inference server. An *adapter*, which its author writes, makes one,
 `protocol` says what an adapter is. `models` are the weights that are published, `recorded` the histories of them,
 `source` one history as a receiver sees it, version by version, and `faults` what goes wrong with its store. `trial`
 makes a receiver and compares what it reports with the bits that it holds, after every call. What is tried is in
-`exact`, `histories`, `outages`, `killed`, `staged` and `ranks`; `suite` lists and runs it. Nothing here knows how a
-receiver works.
+`exact`, `histories`, `outages`, `killed` and `staged`; `suite` lists and runs it. Nothing here knows how a receiver
+works.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pulse_rl.testing.failure import ConformanceError
     from pulse_rl.testing.protocol import (
         Adapter,
         CanDisturb,
         CanRestart,
         CanStage,
+        ConformanceError,
         Held,
         Receiver,
         StagedVersion,
@@ -34,23 +34,9 @@ if TYPE_CHECKING:
     from pulse_rl.testing.source import Source
     from pulse_rl.testing.suite import Check, Report, Result, checks, run
 
-_HOME = {
-    "Adapter": "protocol",
-    "CanDisturb": "protocol",
-    "CanRestart": "protocol",
-    "CanStage": "protocol",
-    "Check": "suite",
-    "ConformanceError": "failure",
-    "Held": "protocol",
-    "Receiver": "protocol",
-    "Report": "suite",
-    "Result": "suite",
-    "Source": "source",
-    "StagedVersion": "protocol",
-    "Unsupported": "protocol",
-    "checks": "suite",
-    "run": "suite",
-}
+_HOME = dict.fromkeys(("Check", "Report", "Result", "checks", "run"), "suite") | {"Source": "source"}
+_HOME |= dict.fromkeys(("Adapter", "CanDisturb", "CanRestart", "CanStage", "ConformanceError"), "protocol")
+_HOME |= dict.fromkeys(("Held", "Receiver", "StagedVersion", "Unsupported"), "protocol")
 
 __all__ = [
     "Adapter",

@@ -6,17 +6,17 @@ process, and a store that was pickled belongs to the same count.
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from pulse_rl.errors import StoreError
-from pulse_rl.store.base import ObjectInfo
+from pulse_rl.store.around import StoreAround
 from pulse_rl.store.opening import open_store
-from pulse_rl.store.ranges import read_range
 
+T = TypeVar("T")
 Kind: TypeAlias = Literal["raise", "shorten", "flip", "die"]
 
 
@@ -62,61 +62,29 @@ class Control:
         return fault if number == fault.at or (fault.lasting and number > fault.at) else None
 
 
-class FaultyStore:
+class FaultyStore(StoreAround):
     """A store in a directory. It can be pickled: what is to happen holds for all copies together."""
 
-    def __init__(self, url: str, control: Control) -> None:
-        self.url = url
-        self._control = control
-        self._inner = open_store(url)
+    def __init__(self, directory: str, control: Control) -> None:
+        super().__init__(open_store(directory))
+        self._directory, self._control = directory, control
 
-    def __getstate__(self) -> tuple[str, Control]:
-        return self.url, self._control
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FaultyStore, (self._directory, self._control)
 
-    def __setstate__(self, state: tuple[str, Control]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
-
-    def _call(self, what: str, name: str) -> Fault | None:
-        """Count a call. Returns what happens to the bytes that it reads."""
+    def _call(self, verb: str, name: str, call: Callable[[], T]) -> T:
         fault = self._control.happens()
-        if fault is not None and fault.kind == "die":
+        if fault is None:
+            return call()
+        if fault.kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault is not None and fault.kind == "raise":
-            raise StoreError(f"cannot {what} {name}: the suite lets this call fail", url=self.url, name=name)
-        return fault
-
-    def put(
-        self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
-    ) -> None:
-        self._call("write", name)
-        self._inner.put(name, data, mode=mode)
-
-    def check_create(self) -> None:
-        self._call("write", "a test")
-        self._inner.check_create()
-
-    def get(self, name: str) -> memoryview:
-        fault = self._call("read", name)
-        return _torn(self._inner.get(name), fault)
-
-    def read_range(self, name: str, start: int, stop: int) -> memoryview:
-        fault = self._call("read", name)
-        found = _torn(read_range(self._inner, name, start, stop), fault)
-        if len(found) < stop - start:
-            raise StoreError(f"{name} ends before byte {stop}", url=self.url, name=name)
-        return found
+        if fault.kind == "raise":
+            raise StoreError(f"cannot {verb} {name}: the suite lets this call fail", url=self.url, name=name)
+        found = call()
+        return cast(T, memoryview(torn(found, fault.kind))) if isinstance(found, memoryview) else found
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        fault = self._call("read", name)
-        yield _torn(memoryview(b"".join(self._inner.stream(name))), fault)
-
-    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        self._call("list", prefix)
-        return self._inner.list(prefix, after)
-
-    def delete(self, name: str) -> None:
-        self._call("delete", name)
-        self._inner.delete(name)
+        yield self._call("read", name, lambda: memoryview(b"".join(self.inner.stream(name))))
 
 
 def torn(data: bytes | memoryview, kind: Kind) -> bytes:
@@ -127,7 +95,3 @@ def torn(data: bytes | memoryview, kind: Kind) -> bytes:
     if other:
         other[len(other) * 3 // 5] ^= 0x10
     return bytes(other)
-
-
-def _torn(data: memoryview, fault: Fault | None) -> memoryview:
-    return data if fault is None else memoryview(torn(data, fault.kind))

@@ -3,9 +3,9 @@
 from contextlib import suppress
 
 from pulse_rl.testing.models import LLM, PublishedModel
-from pulse_rl.testing.protocol import Adapter, CanDisturb, Unsupported
+from pulse_rl.testing.protocol import Adapter, Unsupported
 from pulse_rl.testing.recorded import STEP, Recorded, record
-from pulse_rl.testing.trial import ReceiverTrial
+from pulse_rl.testing.trial import ReceiverTrial, needs_ranks, needs_store
 
 
 def _long() -> Recorded:
@@ -16,14 +16,9 @@ def _short(seed: int = 0) -> Recorded:
     return record(LLM, 5, seed=seed)
 
 
-def _needs_store(adapter: Adapter) -> None:
-    if adapter.reads == "weights":
-        raise Unsupported("the receiver reads no store")
-
-
 def empty_history(adapter: Adapter) -> None:
     """A history without a version is an error, or a wait: no version is reported and no weight is touched."""
-    _needs_store(adapter)
+    needs_store(adapter)
     with ReceiverTrial(adapter, _short(), shown=0) as trial:
         trial.refused(trial.receiver.sync, "a sync to an empty history")
         trial.source.show()
@@ -32,7 +27,7 @@ def empty_history(adapter: Adapter) -> None:
 
 def unknown_version(adapter: Adapter) -> None:
     """A version that was never published is refused, and the one before stays."""
-    _needs_store(adapter)
+    needs_store(adapter)
     with ReceiverTrial(adapter, _short()) as trial:
         trial.sync()
         trial.refused(lambda: trial.receiver.sync(STEP * 77 + 1), "a sync to a version that was never published")
@@ -69,7 +64,7 @@ def late_start(adapter: Adapter) -> None:
 
 def pruned(adapter: Adapter) -> None:
     """The patches from the version that is held are pruned."""
-    _needs_store(adapter)
+    needs_store(adapter)
     recorded = record(LLM, 14, anchor_every=4, retain=3)
     with ReceiverTrial(adapter, recorded, shown=2) as trial:
         trial.sync()
@@ -103,22 +98,20 @@ def wrong_base(adapter: Adapter) -> None:
 def disturbed(adapter: Adapter) -> None:
     """Something else has written to the weights: the next sync repairs them, or it fails and the one after repairs."""
     with ReceiverTrial(adapter, _short()) as trial:
-        receiver = trial.receiver
-        if not isinstance(receiver, CanDisturb):
-            raise Unsupported("the receiver cannot be disturbed")
+        disturb = trial.disturbance()
         for _ in range(2):
             trial.sync()
-            receiver.disturb()
+            disturb()
             trial.source.show()
             with suppress(Exception):
-                receiver.sync()
+                trial.receiver.sync()
             trial.truthful()
             trial.sync()
 
 
 def another_run(adapter: Adapter) -> None:
     """Another run has taken the history's place: its versions have the same numbers, and other bits."""
-    _needs_store(adapter)
+    needs_store(adapter)
     with ReceiverTrial(adapter, _short(), shown=4) as trial:
         trial.sync()
         trial.replace_run(_short(seed=1))
@@ -144,3 +137,12 @@ def another_model(adapter: Adapter) -> None:
     _refuses(adapter, LLM._replace(tensors={**tensors, name: ("float16", (32, 48))}), "a tensor of another dtype")
     del tensors[name]
     _refuses(adapter, LLM._replace(tensors=tensors), "a missing tensor")
+
+
+def ranks_together(adapter: Adapter) -> None:
+    """Ranks report one version after each sync."""
+    with ReceiverTrial(adapter, _short()) as trial:
+        needs_ranks(trial)
+        trial.sync()
+        trial.source.show()
+        trial.sync()

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from pulse_rl.testing.failure import ConformanceError
 from pulse_rl.testing.models import PublishedModel, State, put
+from pulse_rl.testing.protocol import ConformanceError
 
 Place: TypeAlias = Literal["plain", "strided", "fused"]
 _FILL = 0xA5  # of memory beside the weights, which nobody may write to

@@ -1,4 +1,4 @@
-"""What the author of a receiver writes: an adapter, and what it makes.
+"""What the author of a receiver writes: an adapter, and what it makes; and what a check raises.
 
 `Adapter` and `Receiver` are needed. `CanStage`, `CanDisturb` and `CanRestart` are what some receivers have in addition:
 the suite looks whether a receiver has the method, and skips what needs it otherwise.
@@ -21,6 +21,20 @@ class Unsupported(SkipTest):
 
     For what users are refused too, such as a dtype that an engine does not have.
     """
+
+
+class ConformanceError(AssertionError):
+    """A receiver did what a receiver must not do.
+
+    Attributes:
+        tensor: The tensor that holds other bits than it should; None where it is not about one.
+        version: The version whose bits were expected; None where it is not about one.
+    """
+
+    def __init__(self, message: str, *, tensor: str | None = None, version: int | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.version = version
 
 
 class Held(NamedTuple):

@@ -3,37 +3,23 @@
 import time
 from contextlib import suppress
 
-from pulse_rl.testing.failure import ConformanceError
-from pulse_rl.testing.faults import Fault
 from pulse_rl.testing.models import LLM
-from pulse_rl.testing.outages import BEGINNINGS, calls_of, needs_faults
-from pulse_rl.testing.protocol import Adapter, CanDisturb, StagedVersion, Unsupported
+from pulse_rl.testing.protocol import Adapter, ConformanceError, StagedVersion
 from pulse_rl.testing.recorded import STEP, record
 from pulse_rl.testing.trial import ReceiverTrial
 
 BESIDE_S = 0.1  # of a call of apply that the receiver need not account for
 
 
-def _trial(adapter: Adapter, shown: int = 1) -> ReceiverTrial:
-    trial = ReceiverTrial(adapter, record(LLM, 5, anchor_every=3), shown=shown)
-    try:
-        trial.staging  # noqa: B018 - raises where there is none
-    except BaseException:
-        trial.close()
-        raise
-    return trial
+def _trial(adapter: Adapter) -> ReceiverTrial:
+    return ReceiverTrial(adapter, record(LLM, 5, anchor_every=3))
 
 
-def _apply(trial: ReceiverTrial, staged: StagedVersion) -> None:
-    """An apply that must succeed."""
-    version = staged.version
-    try:
-        staged.apply()
-    except Exception as error:
-        raise ConformanceError(
-            f"apply of version {version}: expected success, found {type(error).__name__}: {error}", version=version
-        ) from error
-    trial.holds(version)
+def _stage_next(trial: ReceiverTrial) -> StagedVersion:
+    """Stage a version for weights that hold the one before."""
+    trial.sync()
+    trial.source.show()
+    return trial.stage()
 
 
 def stage(adapter: Adapter) -> None:
@@ -43,7 +29,7 @@ def stage(adapter: Adapter) -> None:
             staged = trial.stage()
             if staged.version != trial.source.newest:
                 raise ConformanceError(f"stage: expected version {trial.source.newest}, found {staged.version}")
-            _apply(trial, staged)
+            trial.apply(staged)
             trial.source.show(shown < 4)
 
 
@@ -52,26 +38,22 @@ def stage_many(adapter: Adapter) -> None:
     with _trial(adapter) as trial:
         trial.sync()
         trial.source.show(4)
-        _apply(trial, trial.stage())
+        trial.apply(trial.stage())
 
 
 def newer_version(adapter: Adapter) -> None:
     """A newer version appears between stage and apply: the staged one is applied, then the newer one."""
     with _trial(adapter) as trial:
-        trial.sync()
+        staged = _stage_next(trial)
         trial.source.show()
-        staged = trial.stage()
-        trial.source.show()
-        _apply(trial, staged)
+        trial.apply(staged)
         trial.sync()
 
 
 def obsolete(adapter: Adapter) -> None:
     """The weights have moved on since a version was staged: apply refuses it, or the weights are that version."""
     with _trial(adapter) as trial:
-        trial.sync()
-        trial.source.show()
-        staged = trial.stage()
+        staged = _stage_next(trial)
         trial.source.show(2)
         trial.sync()
         if trial.attempt(staged.apply) is not None:
@@ -82,9 +64,7 @@ def obsolete(adapter: Adapter) -> None:
 def discarded(adapter: Adapter) -> None:
     """What is discarded leaves no trace, and is not applied any more."""
     with _trial(adapter) as trial:
-        trial.sync()
-        trial.source.show()
-        staged = trial.stage()
+        staged = _stage_next(trial)
         before = trial.bits()
         staged.discard()
         trial.unchanged(before, "after discard")
@@ -95,10 +75,8 @@ def discarded(adapter: Adapter) -> None:
 def applied_twice(adapter: Adapter) -> None:
     """A second apply is refused, or changes nothing."""
     with _trial(adapter) as trial:
-        trial.sync()
-        trial.source.show()
-        staged = trial.stage()
-        _apply(trial, staged)
+        staged = _stage_next(trial)
+        trial.apply(staged)
         trial.attempt(staged.apply)
         trial.holds(STEP)
 
@@ -106,13 +84,9 @@ def applied_twice(adapter: Adapter) -> None:
 def staged_and_disturbed(adapter: Adapter) -> None:
     """Something else writes to the weights between stage and apply: apply refuses, and the next sync repairs them."""
     with _trial(adapter) as trial:
-        receiver = trial.receiver
-        if not isinstance(receiver, CanDisturb):
-            raise Unsupported("the receiver cannot be disturbed")
-        trial.sync()
-        trial.source.show()
-        staged = trial.stage()
-        receiver.disturb()
+        disturb = trial.disturbance()
+        staged = _stage_next(trial)
+        disturb()
         applied = False
         with suppress(Exception):
             staged.apply()
@@ -120,22 +94,6 @@ def staged_and_disturbed(adapter: Adapter) -> None:
         if applied:
             trial.truthful()
         trial.sync()
-
-
-def failing_stage(adapter: Adapter) -> None:
-    """Each call of the store fails in turn while a version is staged: no weight is touched, and the next one works."""
-    needs_faults(adapter)
-    with _trial(adapter):
-        pass
-    for begin in BEGINNINGS:
-        for call in calls_of(adapter, begin, lambda trial: trial.staging.stage().discard()):
-            with begin(adapter) as trial:
-                before = trial.bits()
-                trial.plan(Fault("raise", call))
-                trial.attempt(lambda trial=trial: trial.staging.stage().discard())  # type: ignore[misc]
-                trial.unchanged(before, "after a stage that met a failing store")
-                trial.plan(None)
-                _apply(trial, trial.stage())
 
 
 def pause(adapter: Adapter) -> None:

@@ -5,70 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
+from types import ModuleType
 from typing import Literal, TypeAlias
 from unittest import SkipTest
 
 from pulse_rl.errors import one_line
-from pulse_rl.testing import exact, histories, killed, outages, ranks, staged
+from pulse_rl.testing import exact, histories, killed, outages, staged
 from pulse_rl.testing.protocol import Adapter
 
 Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
 
-CHECKS: dict[str, Callable[[Adapter], None]] = {
-    "dtypes-1-byte": exact.dtypes_of_1_byte,
-    "dtypes-2-bytes": exact.dtypes_of_2_bytes,
-    "dtypes-4-bytes": exact.dtypes_of_4_bytes,
-    "dtypes-8-bytes": exact.dtypes_of_8_bytes,
-    "zeros": exact.zeros,
-    "nans": exact.nans,
-    "patterns": exact.patterns,
-    "scalars": exact.scalars,
-    "empty-tensors": exact.empty,
-    "shapes": exact.shapes,
-    "dimensions": exact.dimensions,
-    "gaps": exact.gaps,
-    "beyond-16-bits": exact.beyond_16_bits,
-    "beyond-20-bits": exact.beyond_20_bits,
-    "beyond-24-bits": exact.beyond_24_bits,
-    "many-tensors": exact.many,
-    "names": exact.names,
-    "strided": exact.strided,
-    "fused": exact.fused,
-    "tied": exact.tied,
-    "tied-apart": exact.tied_apart,
-    "no-changes": exact.still,
-    "empty-history": histories.empty_history,
-    "unknown-version": histories.unknown_version,
-    "checkpoint": histories.checkpoint,
-    "catch-up": histories.catch_up,
-    "late-start": histories.late_start,
-    "pruned": histories.pruned,
-    "older-version": histories.older_version,
-    "wrong-base": histories.wrong_base,
-    "disturbed": histories.disturbed,
-    "another-run": histories.another_run,
-    "another-model": histories.another_model,
-    "failing-call": outages.failing_call,
-    "outage": outages.outage,
-    "recovery": outages.versions_after,
-    "torn-read": outages.torn_read,
-    "torn-object": outages.torn_object,
-    "missing-object": outages.missing_object,
-    "exchanged-objects": outages.exchanged_objects,
-    "killed": killed.killed,
-    "killed-writing": killed.killed_writing,
-    "stage": staged.stage,
-    "stage-many": staged.stage_many,
-    "newer-version": staged.newer_version,
-    "obsolete": staged.obsolete,
-    "discarded": staged.discarded,
-    "applied-twice": staged.applied_twice,
-    "staged-and-disturbed": staged.staged_and_disturbed,
-    "failing-stage": staged.failing_stage,
-    "pause": staged.pause,
-    "ranks-together": ranks.together,
-    "one-rank-fails": ranks.one_fails,
+
+def _functions_of(module: ModuleType) -> dict[str, tuple[str, Callable[[Adapter], None]]]:
+    """The checks of a module: its functions without an underscore, whose docstrings say what they try."""
+    return {
+        name.replace("_", "-"): (" ".join((function.__doc__ or "").split()), function)
+        for name, function in vars(module).items()
+        if isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+# By name, in the order in which it is sensible to repair what they find: what they try, and how.
+CHECKS: dict[str, tuple[str, Callable[[Adapter], None]]] = {
+    name: (check.about, check.follow) for name, check in exact.CHECKS.items()
 }
+for _module in (histories, outages, killed, staged):
+    CHECKS |= _functions_of(_module)
 
 
 @dataclass(frozen=True)
@@ -87,7 +50,7 @@ class Check:
     @property
     def about(self) -> str:
         """What it tries, in a sentence."""
-        return " ".join((CHECKS[self.name].__doc__ or "").split())
+        return CHECKS[self.name][0]
 
     def __call__(self) -> None:
         """Run it.
@@ -96,7 +59,7 @@ class Check:
             ConformanceError: The receiver did what a receiver must not do.
             Unsupported: The check does not concern this receiver. pytest and unittest count it as skipped.
         """
-        CHECKS[self.name](self.adapter)
+        CHECKS[self.name][1](self.adapter)
 
     def __str__(self) -> str:
         return self.name

@@ -10,20 +10,44 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from pulse_rl.testing.failure import ConformanceError
 from pulse_rl.testing.faults import Fault
 from pulse_rl.testing.memory import Place, make_weights
 from pulse_rl.testing.models import PublishedModel, State
-from pulse_rl.testing.protocol import Adapter, CanStage, Held, Receiver, StagedVersion, Unsupported
+from pulse_rl.testing.protocol import (
+    Adapter,
+    CanDisturb,
+    CanStage,
+    ConformanceError,
+    Held,
+    Receiver,
+    StagedVersion,
+    Unsupported,
+)
 from pulse_rl.testing.recorded import Recorded
 from pulse_rl.testing.source import Course
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.pieces import pieces_of
+
+SLOW_POINTS = 5  # calls of the store that are tried of a receiver in other processes, which takes long to make
+
+
+def needs_store(adapter: Adapter) -> None:
+    if adapter.reads == "weights":
+        raise Unsupported("the receiver reads no store")
+
+
+def needs_faults(adapter: Adapter) -> None:
+    if adapter.reads != "store":
+        raise Unsupported("the receiver does not read through Source.store")
+
+
+def needs_ranks(trial: ReceiverTrial) -> None:
+    if len(trial.receiver.held()) == 1:
+        raise Unsupported("the receiver has one rank")
 
 
 def read(ranks: Sequence[Held], model: PublishedModel) -> State:
@@ -90,9 +114,8 @@ class ReceiverTrial:
         try:
             self.source = Course(recorded, directory)
             self.source.show(shown)
-            begin = start if start is not None else self.model.states(1, seed=77)[0]
-            self._states: list[tuple[str, State]] = [("the bits that it began with", begin)]
-            self.weights, self._guards = make_weights(self.model, begin, place, tied_apart=tied_apart)
+            self._begin = start if start is not None else self.model.states(1, seed=77)[0]
+            self.weights, self._guards = make_weights(self.model, self._begin, place, tied_apart=tied_apart)
             self.receiver: Receiver = adapter.make(self.weights, self.source)
             self._stack.callback(lambda: self.receiver.close())
         except BaseException:
@@ -103,13 +126,7 @@ class ReceiverTrial:
         self.truthful()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the receiver, and remove its history."""
+    def __exit__(self, *_: object) -> None:
         self.source.control.plan(None)
         self._stack.close()
 
@@ -138,7 +155,8 @@ class ReceiverTrial:
         found = [rank.version for rank in ranks]
         if any(one != version for one in found):
             raise ConformanceError(
-                f"expected version {version} to be reported by all ranks, found {_listed(found)}", version=version
+                f"expected version {version} to be reported by all ranks, found {', '.join(map(str, found))}",
+                version=version,
             )
 
     def attempt(self, call: Callable[[], object]) -> Exception | None:
@@ -171,7 +189,16 @@ class ReceiverTrial:
         self.truthful()
         return staged
 
-    # What must hold.
+    def apply(self, staged: StagedVersion) -> None:
+        """An apply that must succeed, and leave the bits of the version."""
+        version = staged.version
+        try:
+            staged.apply()
+        except Exception as error:
+            raise ConformanceError(
+                f"apply of version {version}: expected success, found {type(error).__name__}: {error}", version=version
+            ) from error
+        self.holds(version)
 
     @property
     def staging(self) -> CanStage:
@@ -179,19 +206,29 @@ class ReceiverTrial:
             raise Unsupported("the receiver has no stage")
         return self.receiver
 
-    def bits(self) -> State:
-        """What the receiver holds now."""
-        found = read(self.receiver.held(), self.model)
-        for guard in self._guards:
-            guard.check()
-        return found
+    def disturbance(self) -> Callable[[], None]:
+        """What writes to the weights behind the receiver's back."""
+        if not isinstance(self.receiver, CanDisturb):
+            raise Unsupported("the receiver cannot be disturbed")
+        return self.receiver.disturb
 
-    def truthful(self) -> Sequence[Held]:
-        """Each rank that reports a version holds its bits."""
+    # What must hold.
+
+    def _look(self) -> tuple[Sequence[Held], State]:
+        """What ranks report, and what they hold together. Memory beside it is as it was."""
         ranks = self.receiver.held()
         found = read(ranks, self.model)
         for guard in self._guards:
             guard.check()
+        return ranks, found
+
+    def bits(self) -> State:
+        """What the receiver holds now."""
+        return self._look()[1]
+
+    def truthful(self) -> Sequence[Held]:
+        """Each rank that reports a version holds its bits."""
+        ranks, found = self._look()
         for number, rank in enumerate(ranks):
             if rank.version is None:
                 continue
@@ -210,10 +247,10 @@ class ReceiverTrial:
         """Truthful, and the weights are some version's, or as they began."""
         self.truthful()
         found = self.bits()
-        known = [*self._states, *((f"version {version}", state) for version, state in self._all_states())]
-        differing = [difference(found, self.model, state) for _, state in known]
-        if all(one is not None for one in differing):
-            name, count = min((one for one in differing if one is not None), key=lambda one: one[1])
+        states = [self._begin, *(state for _, state in self._all_states())]
+        differing = [one for state in states if (one := difference(found, self.model, state)) is not None]
+        if len(differing) == len(states):
+            name, count = min(differing, key=lambda one: one[1])
             raise ConformanceError(
                 f"{when}: expected the bits of one version, found a mixture: tensor {name!r} differs from the nearest "
                 f"one in {count} elements",
@@ -248,7 +285,3 @@ class ReceiverTrial:
             found = read(self.receiver.held(), self.model)
             states.sort(key=lambda state: difference(found, self.model, state) is not None)
         return states[0]
-
-
-def _listed(versions: Sequence[int | None]) -> str:
-    return ", ".join(map(str, versions))
