@@ -151,7 +151,7 @@ def manifest_case(random: Random) -> str:
     mutated = mutations.mutated_manifest(random, data, donor)
     signed = random.random() < 0.3
     try:
-        parsed = manifest.parse(mutated, sequence, world.keys()[1] if signed else None, "it")
+        parsed = manifest.parse(mutated, sequence, Keys(None, world.keys()[1]) if signed else None, "it")
     except (pulse.IntegrityError, pulse.VersionSkewError):
         return "manifest refused"
     expect(not signed or parsed == manifest.parse(data, sequence, None, "it"), "an unsigned manifest was believed")

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from pulse_rl.checkpoint.files import files_of, open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX, SINGLE, nbytes_of, write_zeros
@@ -24,14 +23,12 @@ from pulse_rl.folders.looking import check_poll, look
 from pulse_rl.folders.names import FolderName
 from pulse_rl.history.assets import read_assets
 from pulse_rl.history.manifest import is_file_name
+from pulse_rl.log.signing import PublicKey
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.subscribe.subscriber import Subscriber
 from pulse_rl.sync.subscribe.sync import SyncReport
-
-if TYPE_CHECKING:
-    from pulse_rl.log.signing import PublicKey
 
 log = logger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import read_file, write_stream
@@ -13,11 +12,9 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.reading import FaultLog
 from pulse_rl.history.search import find_anchors
 from pulse_rl.log.objects import ObjectRef, fetch, refer
+from pulse_rl.log.signing import PublicKey
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pulse_rl.log.signing import PublicKey
 
 MAX_ASSETS_NBYTES = 1 << 30  # of all files together, which are held in memory until all are proved
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pulse_rl.errors import (
     IntegrityError,
@@ -33,15 +32,12 @@ from pulse_rl.errors import (
 from pulse_rl.history import ending
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, manifest_name, parse
 from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
-from pulse_rl.history.versions import Versions, remember
+from pulse_rl.history.versions import KEPT, KnownManifest, Versions, newest_readable, remember
 from pulse_rl.log.objects import ObjectRef, create, fetch
-from pulse_rl.log.signing import Keys
+from pulse_rl.log.signing import Keys, PrivateKey, PublicKey
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
-
-if TYPE_CHECKING:
-    from pulse_rl.log.signing import PrivateKey, PublicKey
 
 KEPT_TRAILS = 8  # in memory
 
@@ -80,8 +76,8 @@ class History(Versions):
     ) -> None:
         # open_store refuses None, which an unset setting gives.
         opened = open_store(store) if isinstance(store, str | Path | None) else store
-        self._keys, self._patience = Keys(sign_with, public_key), patience
-        super().__init__(patient(opened, patience), self._keys.public, view)
+        self._patience = patience
+        super().__init__(patient(opened, patience), Keys(sign_with, public_key), view)
 
     def of(self, view: str) -> History:
         """The history of one of its views.
@@ -182,10 +178,7 @@ class History(Versions):
         with suppress(IntegrityError):  # where it is damaged, the manifests alone say where the history ends
             following = self.first()  # all manifests after a pruning may be lost
         following = max([following, *(sequence + 1 for sequence in sequences[-1:])])
-        for sequence in reversed(sequences):
-            with suppress(IntegrityError, VersionNotFoundError):
-                return following, self.read(sequence)
-        return following, None
+        return following, newest_readable(self, sequences)
 
     @property
     def signs(self) -> bool:
@@ -259,7 +252,7 @@ class History(Versions):
                 url=self.store.url,
                 name=name,
             )
-        self._add(manifest, signed=self._keys.signs)
+        remember(self._known, manifest.sequence, KnownManifest(manifest, self._keys.signs), KEPT)
 
     def seal(self, manifest: Manifest) -> bytes:
         """Encode a manifest, and read it back as every reader does: what none could read is never committed.
@@ -274,7 +267,7 @@ class History(Versions):
             IntegrityError: If it cannot be read back.
         """
         data = self._keys.seal(manifest)
-        if parse(data, manifest.sequence, self._keys.public, "the new manifest") != manifest:
+        if parse(data, manifest.sequence, self._keys, "the new manifest") != manifest:
             raise IntegrityError("the new manifest: what is read back differs", name=manifest_name(manifest.sequence))
         return data
 

@@ -5,7 +5,7 @@ a new version of the format.
 """
 
 import re
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -13,9 +13,7 @@ from pulse_rl.documents import Count, Digest, HeadHash, Token
 from pulse_rl.errors import IntegrityError
 from pulse_rl.log.objects import ObjectRef, number_in
 from pulse_rl.log.sealed import SealedFormat, open_sealed
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pulse_rl.log.signing import Keys
 
 MAX_MANIFEST_NBYTES = 16 << 20
 FORMAT = SealedFormat("pulse-rl/history", 1, "the history", "manifest", MAX_MANIFEST_NBYTES)
@@ -245,17 +243,18 @@ def check_view_name(name: object) -> None:
         raise ValueError(f"view: expected a name of at most 64 letters, digits and . _ -, found {name!r}")
 
 
-def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None", where: str) -> Manifest:
+def parse(data: bytes | memoryview, sequence: int, keys: Keys | None, where: str) -> Manifest:
     """Decode and check a manifest.
 
-    sequence: the number in the object's name. Otherwise as `open_sealed`.
+    sequence: the number in the object's name. keys: what it must be signed by; None to check no signature. Otherwise as
+    `open_sealed`.
     """
     name = manifest_name(sequence)
 
     def wrong(message: str) -> IntegrityError:
         return IntegrityError(f"{where}{message}", name=name)
 
-    manifest = open_sealed(data, Manifest, FORMAT, key=key, name=name, where=where)
+    manifest = open_sealed(data, Manifest, FORMAT, key=keys.public if keys else None, name=name, where=where)
     if manifest.sequence != sequence:
         raise wrong(f": sequence: expected {sequence}, found {manifest.sequence}")
     for view, one in zip(("", *manifest.views), manifest.each_view(), strict=True):

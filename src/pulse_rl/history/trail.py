@@ -10,6 +10,7 @@ the cheapest chain; here they are only decoded, extended and encoded.
 """
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -53,6 +54,9 @@ class PatchLink(NamedTuple):
     to: State
 
 
+_FIELDS = attrgetter(*PatchObject.__struct_fields__[1:])  # those of a patch's object but its name
+
+
 class _StoredLink(msgspec.Struct, frozen=True, array_like=True):
     """A link as a trail stores it."""
 
@@ -71,10 +75,7 @@ class _StoredLink(msgspec.Struct, frozen=True, array_like=True):
     @property
     def ref(self) -> PatchObject:
         """The patch's object."""
-        name = (parts_name if self.parts else patch_name)(self.target, self.token)
-        return PatchObject(
-            name, self.nbytes, self.blake3, self.head_nbytes, self.head_blake3, self.parts, self.parts_nbytes
-        )
+        return PatchObject((parts_name if self.parts else patch_name)(self.target, self.token), *_FIELDS(self))
 
 
 class _Kind(msgspec.Struct):
@@ -115,22 +116,7 @@ class Trail(msgspec.Struct, frozen=True):
         Returns:
             A trail with these patches and those of this one that are still within reach.
         """
-        new = (
-            _StoredLink(
-                link.base_sequence,
-                link.to.sequence,
-                link.to.version,
-                link.to.digest,
-                _token(link.ref.name),
-                link.ref.nbytes,
-                link.ref.blake3,
-                link.ref.head_nbytes,
-                link.ref.head_blake3,
-                link.ref.parts,
-                link.ref.parts_nbytes,
-            )
-            for link in links
-        )
+        new = (_StoredLink(link.base_sequence, *link.to, _token(link.ref.name), *_FIELDS(link.ref)) for link in links)
         within = (p for p in (*self.patches, *new) if p.base >= sequence - REACH[p.target - p.base])
         return Trail(sequence, tuple(within))
 

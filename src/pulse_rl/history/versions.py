@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
 
 from pulse_rl.errors import (
     CannotListError,
     IntegrityError,
     ObjectNotFoundError,
+    PulseError,
     VersionNotFoundError,
     VersionSkewError,
 )
@@ -33,13 +36,11 @@ from pulse_rl.history.manifest import (
 from pulse_rl.log.beginning import read_first
 from pulse_rl.log.objects import numbered
 from pulse_rl.log.sealed import is_signed
+from pulse_rl.log.signing import Keys
 from pulse_rl.observers import tell
 from pulse_rl.store.base import ObjectInfo, Store, read_changed, read_up_to
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.patient import unwrapped
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 KEPT = 1024  # manifests in memory
 LIST_EVERY_S = 60.0
@@ -52,6 +53,13 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+class KnownManifest(NamedTuple):
+    """A manifest that was read or committed."""
+
+    manifest: Manifest
+    signed: bool  # by whatever key
+
+
 class Versions:
     """The versions of one history. Each manifest is read once, as none ever changes.
 
@@ -60,15 +68,14 @@ class Versions:
 
     store: Store
 
-    def __init__(self, store: Store, public_key: Ed25519PublicKey | None, view: str | None) -> None:
-        self.store, self.view, self._public_key = store, view, public_key
+    def __init__(self, store: Store, keys: Keys, view: str | None) -> None:
+        self.store, self.view, self._keys = store, view, keys
         self._unlisted = False  # whether the store cannot list
         self.forget()
 
     def forget(self) -> None:
         """Read everything anew from now on, so that what was once read wrong is not believed for ever."""
-        self._known: dict[int, Manifest] = {}
-        self._signed: dict[int, bool] = {}
+        self._known: dict[int, KnownManifest] = {}
         self._listed: ObjectInfo | None = None  # the newest manifest, as last listed
         self._listed_at = -math.inf  # monotonic
         self._newest: int | None = None  # its sequence number, by whatever way
@@ -89,7 +96,7 @@ class Versions:
             IntegrityError: If it is damaged, or not signed by the public key.
             VersionSkewError: If it is of a newer format.
         """
-        manifest = self._whole(sequence)
+        manifest = self._whole(sequence).manifest
         found = manifest if self.view is None else manifest.of(self.view)
         if found is None:
             raise VersionNotFoundError(
@@ -100,20 +107,14 @@ class Versions:
             )
         return found
 
-    def _whole(self, sequence: int) -> Manifest:
+    def _whole(self, sequence: int) -> KnownManifest:
         """A manifest with all of its views. Raises as `read`, of what is not there at all."""
         if sequence not in self._known:
-            try:
-                manifest = self._parse(sequence, self._get(sequence))
-            except IntegrityError:  # the transfer may be at fault
-                manifest = self._parse(sequence, self._get(sequence))
-            remember(self._known, sequence, manifest, KEPT)
+            found = None
+            with suppress(IntegrityError):  # the transfer may be at fault
+                found = self._fetch(sequence)
+            remember(self._known, sequence, found or self._fetch(sequence), KEPT)
         return self._known[sequence]
-
-    def _add(self, manifest: Manifest, *, signed: bool) -> None:
-        """Know a manifest that was committed."""
-        remember(self._known, manifest.sequence, manifest, KEPT)
-        remember(self._signed, manifest.sequence, signed, KEPT)
 
     def is_signed(self, sequence: int) -> bool:
         """Find out whether a manifest carries a signature, by whatever key.
@@ -128,10 +129,7 @@ class Versions:
             VersionNotFoundError: If there is none of that number, or no longer.
             IntegrityError: If it is damaged.
         """
-        if sequence not in self._signed:
-            self._known.pop(sequence, None)
-            self._whole(sequence)
-        return self._signed[sequence]
+        return self._whole(sequence).signed
 
     def head(self, *, polling: bool = False) -> Manifest | None:
         """Find the newest version. Once one is known, only what is newer is listed.
@@ -169,7 +167,7 @@ class Versions:
         """
         head = self.head(polling=polling)
         if head is None:
-            raise VersionNotFoundError(f"{self.store.url} holds no version yet", url=self.store.url)
+            raise no_version(self.store)
         return head
 
     def first(self) -> int:
@@ -194,18 +192,17 @@ class Versions:
         except CannotListError:
             return list(self._probed())
 
-    def _get(self, sequence: int) -> bytes:
+    def _fetch(self, sequence: int) -> KnownManifest:
         name = manifest_name(sequence)
         try:
-            return read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
+            return self._parse(sequence, read_up_to(self.store, name, MAX_MANIFEST_NBYTES))
         except ObjectNotFoundError:
             raise VersionNotFoundError(f"{self.store.url} holds no {name}", url=self.store.url) from None
 
-    def _parse(self, sequence: int, data: bytes) -> Manifest:
+    def _parse(self, sequence: int, data: bytes) -> KnownManifest:
         """Check the bytes of a manifest. Raises IntegrityError or VersionSkewError."""
-        found = parse(data, sequence, self._public_key, f"{manifest_name(sequence)} in {self.store.url}")
-        remember(self._signed, sequence, is_signed(data), KEPT)
-        return found
+        where = f"{manifest_name(sequence)} in {self.store.url}"
+        return KnownManifest(parse(data, sequence, self._keys, where), is_signed(data))
 
     def _find_newest(self, polling: bool) -> int | None:
         """The sequence number of the newest manifest; None without one. Raises StoreError.
@@ -262,7 +259,7 @@ class Versions:
             if found is None:
                 return True
             data, tag = found
-            same = self._parse(sequence, data) == self._known.get(sequence)
+            same = sequence in self._known and self._parse(sequence, data) == self._known[sequence]
         except (ObjectNotFoundError, IntegrityError, VersionSkewError):
             return False
         if same:
@@ -329,6 +326,35 @@ class Versions:
                 newest += step
         # If it was pruned meanwhile, newest may be an anchor that is kept permanently, with a gap after it.
         return range(first, newest + 1) if self.first() <= newest else self._probed()
+
+
+def no_version(store: Store) -> VersionNotFoundError:
+    """The error of a history that is empty."""
+    return VersionNotFoundError(f"{store.url} holds no version yet", url=store.url)
+
+
+def some_sequences(history: Versions) -> list[int]:
+    """As `Versions.sequences`. Raises VersionNotFoundError if the history is empty."""
+    found = history.sequences()
+    if not found:
+        raise no_version(history.store)
+    return found
+
+
+def newest_readable(
+    history: Versions, sequences: Sequence[int], broken: list[PulseError] | None = None
+) -> Manifest | None:
+    """The newest manifest of these that can be read. broken: gets the errors of those after it.
+
+    Raises VersionSkewError if one after it is of a newer format.
+    """
+    for sequence in reversed(sequences):
+        try:
+            return history.read(sequence)
+        except (IntegrityError, VersionNotFoundError) as error:
+            if broken is not None:
+                broken.append(error)
+    return None
 
 
 def remember(known: dict[K, V], key: K, value: V, most: int) -> None:

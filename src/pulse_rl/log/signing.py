@@ -18,8 +18,8 @@ from pulse_rl.log.sealed import seal
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-    PrivateKey: TypeAlias = str | Path | Ed25519PrivateKey  # a PEM file, not encrypted, or the key itself
-    PublicKey: TypeAlias = str | Path | Ed25519PublicKey
+PrivateKey: TypeAlias = "str | Path | Ed25519PrivateKey"  # a PEM file, not encrypted, or the key itself
+PublicKey: TypeAlias = "str | Path | Ed25519PublicKey"
 
 
 class Keys:

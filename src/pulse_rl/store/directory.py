@@ -23,7 +23,7 @@ from pulse_rl.store.base import ObjectInfo
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.requests import need_threads
 
-_STAGED = re.compile(r"#\d+$")  # how names end of what is written beside its place
+_STAGED = re.compile(r"(.+)#\d+")  # names of what is written beside its place
 
 
 class DirectoryStore(ObjectStore):
@@ -47,7 +47,7 @@ class DirectoryStore(ObjectStore):
         Until the disk has it, an object lies beside its place, under a name that no listing shows.
         """
         with self._translated("write", name):
-            if not all(part.strip(".") for part in name.split("/")) or _STAGED.search(name):
+            if not all(part.strip(".") for part in name.split("/")) or _STAGED.fullmatch(name):
                 raise InvalidPathError(
                     f"expected names without . and .., which end in no number after #, found {name!r}"
                 )
@@ -87,14 +87,24 @@ class DirectoryStore(ObjectStore):
         return True  # or a link that leads nowhere, or round in a circle
 
     def _list_beside(self, inner: Any, prefix: str, after: str) -> builtins.list[ObjectInfo]:
+        files = (info for info in self._files(prefix) if info.name > after)
+        return [info for info in files if not _STAGED.fullmatch(info.name)]
+
+    def unfinished(self, prefix: str) -> dict[ObjectInfo, str]:
+        """Uploads that a killed process has left, or that are under way, and what each will be called. No failure."""
+        staged = {info: _STAGED.fullmatch(info.name) for info in self._files(prefix)}
+        return {info: match[1] for info, match in staged.items() if match is not None}
+
+    def _files(self, prefix: str) -> builtins.list[ObjectInfo]:
+        """The regular files of a folder, sorted by name; those that nobody can read are left out."""
         found = []
         for folder, _, files in os.walk(self.path / prefix):
             for file in files:
                 path = Path(folder, file)
                 name = path.relative_to(self.path).as_posix()
-                with suppress(OSError, UnicodeEncodeError):
+                with suppress(OSError, UnicodeEncodeError):  # it is gone, or somebody else's
                     name.encode()
                     info = path.stat()
-                    if name > after and S_ISREG(info.st_mode) and not _STAGED.search(name):
+                    if S_ISREG(info.st_mode):
                         found.append(ObjectInfo(name, info.st_size, info.st_mtime))
         return sorted(found)

@@ -14,31 +14,25 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import msgspec
 
-from pulse_rl.errors import (
-    CannotListError,
-    ObjectNotFoundError,
-    StoreError,
-    VersionNotFoundError,
-)
+from pulse_rl.errors import CannotListError, ObjectNotFoundError, StoreError
 from pulse_rl.history import ending
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, PatchObject, manifest_name
 from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
+from pulse_rl.history.versions import some_sequences
 from pulse_rl.log import beginning
 from pulse_rl.log.objects import ObjectRef, create, fetch_parts, limit_of
+from pulse_rl.log.signing import PublicKey
 from pulse_rl.store.base import Store, has_bytes, read_up_to
 from pulse_rl.store.directory import DirectoryStore
 from pulse_rl.store.objects import PART_NBYTES
 from pulse_rl.store.patient import PATIENCE_S, unwrapped
-
-if TYPE_CHECKING:
-    from pulse_rl.log.signing import PublicKey
 
 SPOOL_NBYTES = 64 << 20  # smaller objects are kept in memory
 FOLDERS = ("patches", "trails", "anchors", "manifests")
@@ -101,9 +95,7 @@ def copy_history(
     there = History(target, patience=patience).store
     if there.url == history.store.url and not there.url.startswith("memory://"):  # which two stores can have
         raise ValueError(f"expected another store to copy to, found {there.url} twice")
-    sequences = history.sequences()
-    if not sequences:
-        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+    sequences = some_sequences(history)
     there.check_create()
     copy = _Copy(history.store, there)
     copy.small(beginning.FIRST, beginning.FORMAT.max_nbytes)  # where it begins, before the first manifest
@@ -121,9 +113,9 @@ def copy_history(
         target=there.url,
         versions=len(sequences),
         newest=newest.version,
-        objects=copy.objects,
+        objects=len(copy.copied),
         nbytes=copy.nbytes,
-        present=copy.present,
+        present=len(copy.present),
         times_kept=copy.keeps_times,
     )
 
@@ -149,26 +141,24 @@ class _Copy:
         inner = unwrapped(target)
         self._directory = inner.path if isinstance(inner, DirectoryStore) else None
         self.keeps_times = self._directory is not None and bool(self._times)
-        self._copied: set[str] = set()  # by this copy, and not by an earlier one
-        self._present: set[str] = set()
+        self.copied: set[str] = set()
+        self.present: set[str] = set()  # from an earlier copy
         self.nbytes = 0
 
-    @property
-    def objects(self) -> int:
-        return len(self._copied)
+    def object(self, ref: ObjectRef, limit: int) -> None:
+        """Copy an object that is bound by its hash, and first the parts that it lists. A wrong one does not appear.
 
-    @property
-    def present(self) -> int:
-        return len(self._present)
-
-    def object(self, ref: ObjectRef) -> None:
-        """Copy an object that is bound by its hash. A wrong one does not appear in the target."""
+        limit: bytes that a patch may have.
+        """
+        if isinstance(ref, PatchObject) and ref.parts:
+            for part in part_refs(self._source, ref, limit):
+                self.object(part, limit)
         if self._there.get(ref.name) == ref.nbytes:
-            self._count_present(ref.name)
+            self._count(ref.name, None)
             return
         with SpooledTemporaryFile(SPOOL_NBYTES) as file:
-            for part in fetch_parts(self._source, ref):
-                file.write(part)
+            for data in fetch_parts(self._source, ref):
+                file.write(data)
             self._target.put(ref.name, _Parts(file))
         self._count(ref.name, ref.nbytes)
 
@@ -176,16 +166,10 @@ class _Copy:
         """Copy what a version consists of, and the skip patches that its trail lists. listed: all versions."""
         limit = limit_of(manifest.full_nbytes)
         for ref in manifest.refs:
-            self.patch(ref, limit) if isinstance(ref, PatchObject) else self.object(ref)
+            self.object(ref, limit)
         for skip in _skips(history, manifest, listed):
             with suppress(ObjectNotFoundError):  # it was pruned, or could not be made
-                self.patch(skip, limit)
-
-    def patch(self, ref: PatchObject, limit: int) -> None:
-        """Copy a patch, its parts before their list."""
-        for part in part_refs(self._source, ref, limit) if ref.parts else ():
-            self.object(part)
-        self.object(ref)
+                self.object(skip, limit)
 
     def manifest(self, sequence: int) -> None:
         """Commit a version in the target, byte for byte."""
@@ -198,10 +182,7 @@ class _Copy:
                 url=self._target.url,
                 name=name,
             )
-        if present:
-            self._count_present(name)
-        else:
-            self._count(name, len(data))
+        self._count(name, None if present else len(data))
 
     def small(self, name: str, limit: int) -> None:
         """Copy one of the small objects that may change; delete it where the source has none."""
@@ -212,19 +193,15 @@ class _Copy:
             return
         self._target.put(name, data)
 
-    def _count(self, name: str, nbytes: int) -> None:
-        self._copied.add(name)
-        self.nbytes += nbytes
-        self._there[name] = nbytes
-        self._keep_time(name)
-
-    def _count_present(self, name: str) -> None:
-        if name in self._copied:
-            return
-        self._present.add(name)
-        self._keep_time(name)  # a copy that was killed may have ended before that
-
-    def _keep_time(self, name: str) -> None:
+    def _count(self, name: str, nbytes: int | None) -> None:
+        """Count an object of the target, and give it its time. nbytes: of one that was copied; None if it was there."""
+        if nbytes is not None:
+            self.copied.add(name)
+            self.nbytes += nbytes
+            self._there[name] = nbytes
+        elif name not in self.copied:
+            self.present.add(name)
+        # Also of what is there: a copy that was killed may have ended before that.
         if self._directory is not None and name in self._times:
             os.utime(self._directory / name, (self._times[name],) * 2)
 

@@ -5,9 +5,10 @@ A patch describes itself (`patch.inspect`). Nothing is proved here beyond what r
 
 import msgspec
 
-from pulse_rl.errors import IntegrityError, VersionNotFoundError, one_line
+from pulse_rl.errors import IntegrityError, one_line
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, Scalar
+from pulse_rl.history.versions import some_sequences
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, TensorSpec
 
@@ -71,23 +72,22 @@ def store_info(history: History) -> StoreInfo:
     """
     manifests: list[Manifest] = []
     damaged: list[IntegrityError] = []
-    for sequence in history.sequences():
+    for sequence in some_sequences(history):
         try:
             manifests.append(history.read(sequence))
         except IntegrityError as error:
             damaged.append(error)
-    if not manifests and damaged:
-        raise damaged[-1]
     if not manifests:
-        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+        raise damaged[-1]
+    newest = manifests[-1]
     return StoreInfo(
         url=history.store.url,
         versions=tuple(map(_version_info, manifests)),
-        newest=manifests[-1].version,
-        elements=manifests[-1].elements,
-        full_nbytes=manifests[-1].full_nbytes,
-        history=manifests[-1].history,
-        signed=history.is_signed(manifests[-1].sequence),
+        newest=newest.version,
+        elements=newest.elements,
+        full_nbytes=newest.full_nbytes,
+        history=newest.history,
+        signed=history.is_signed(newest.sequence),
         problems=tuple(map(one_line, damaged)),
     )
 

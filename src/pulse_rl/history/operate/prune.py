@@ -27,6 +27,7 @@ from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_s
 from pulse_rl.history.operate.unfinished import delete_partial, partial_uploads
 from pulse_rl.history.reading import FaultLog
 from pulse_rl.history.search import find_anchors
+from pulse_rl.history.versions import newest_readable
 from pulse_rl.log.beginning import FIRST, begin_at, encode_first
 from pulse_rl.log.objects import numbered
 from pulse_rl.store.base import ObjectInfo
@@ -89,7 +90,7 @@ class Retention:
         store = history.store
         manifests = numbered(store, "manifests", manifest_sequence)
         sequences = sorted(manifests)
-        _refuse_newer(history, sequences)
+        newest_readable(history, sequences)  # raises where it is of a newer format
         before = history.first()
         unpruned = [sequence for sequence in sequences if sequence >= before]
         if sequences and not unpruned:
@@ -109,7 +110,7 @@ class Retention:
         older = [sequence for sequence in sequences if sequence < first]
         permanent = self._permanent(history, older, objects)
         deleted_manifests = [sequence for sequence in reversed(older) if sequence not in permanent]
-        deleted_objects = [info for info in objects if _is_older(info, first) and not _is_permanent(info, permanent)]
+        deleted_objects = [info for info in objects if _is_deleted(info, first, permanent)]
         partial = [info for info in partial_uploads(store) if self._is_dead(info)] if leftovers else []
         beats = self._expired(store.list(heartbeat.PREFIX), manifests.values()) if leftovers else []
         nbytes = sum(info.nbytes for info in (*deleted_objects, *partial, *beats))
@@ -193,14 +194,6 @@ class Retention:
         return permanent
 
 
-def _refuse_newer(history: History, sequences: Sequence[int]) -> None:
-    """Raise VersionSkewError if the newest manifest that can be read is of a newer format."""
-    for sequence in reversed(sequences):
-        with suppress(IntegrityError, VersionNotFoundError):
-            history.read(sequence)
-            return
-
-
 def _beginning(history: History, before: int, oldest: int) -> int:
     """Where a history begins: where the last pruning let it, or later if that is not known, but always with an anchor.
 
@@ -229,17 +222,12 @@ def _count_old(written: Sequence[float], grace: float) -> int:
     return bisect_right(times, now - grace)
 
 
-def _is_older(info: ObjectInfo, first: int) -> bool:
+def _is_deleted(info: ObjectInfo, first: int, permanent: Permanent) -> bool:
     sequence = object_sequence(info.name)
-    return sequence is not None and sequence < first
-
-
-def _is_permanent(info: ObjectInfo, permanent: Permanent) -> bool:
-    sequence = object_sequence(info.name)
-    if sequence not in permanent:
+    if sequence is None or sequence >= first:
         return False
-    names = permanent[sequence]
-    return names is None or info.name in names
+    names = permanent.get(sequence, set())
+    return names is not None and info.name not in names
 
 
 def delete_planned(history: History, pruning: Pruning, progress: Callable[[int, int], None] | None = None) -> None:

@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import msgspec
 
-from pulse_rl.errors import (
-    CannotListError,
-    IntegrityError,
-    PulseError,
-    VersionNotFoundError,
-    one_line,
-)
+from pulse_rl.errors import CannotListError, IntegrityError, PulseError, one_line
 from pulse_rl.history import heartbeat
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, Scalar, manifest_name, manifest_sequence, object_sequence
@@ -33,12 +27,13 @@ from pulse_rl.history.operate.subscribers import SILENT_S, Limits, SubscriberInf
 from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.operate.unfinished import partial_uploads
 from pulse_rl.history.trail import Trail, link_of
+from pulse_rl.history.versions import newest_readable, no_version
+from pulse_rl.log.signing import PublicKey
 from pulse_rl.store.base import ObjectInfo, Store
 
-if TYPE_CHECKING:
-    from pulse_rl.log.signing import PublicKey
-
 FOLDERS = ("manifests", "patches", "anchors", "trails", heartbeat.PREFIX)
+T = TypeVar("T")
+
 INTERVALS = 64  # between the newest versions, of which the median is reported
 AT_ONCE = 16  # requests; also the newest manifests that are tried until one can be read
 
@@ -191,39 +186,28 @@ def status(
     store = history.store
     problems: list[str] = []
     objects = _list(store)
-    first = _first(history, problems)
-    if objects is None:
-        sequences = history.sequences()
-    else:
-        numbers = (manifest_sequence(info.name) for info in objects["manifests"])
-        sequences = [sequence for sequence in numbers if sequence is not None]
-        line = [sequence for sequence in sequences if sequence >= first]
-        missing = line[-1] - line[0] + 1 - len(line) if line else 0
-        if missing:
-            problems.append(f"{missing} manifests are missing from {manifest_name(line[0])} on")
+    manifests = _manifests(objects)
+    sequences = list(manifests) if objects is not None else history.sequences()
     if not sequences:
-        raise VersionNotFoundError(f"{store.url} holds no version yet", url=store.url)
+        raise no_version(store)
+    first = _unless_broken(history.first, 0, problems, IntegrityError)
+    line = [sequence for sequence in manifests if sequence >= first]
+    if line and (missing := line[-1] - line[0] + 1 - len(line)):
+        problems.append(f"{missing} manifests are missing from {manifest_name(line[0])} on")
     newest = _newest(history, sequences, problems)
-    recent = None
-    try:
-        recent = _recent(history.trail(newest), newest, first)
-    except PulseError as error:
-        problems.append(one_line(error))
+    recent = _unless_broken(lambda: _recent(history.trail(newest), newest, first), None, problems)
     if objects is not None:
         problems.extend(problem for problem in _missing(history, newest, first, objects) if problem not in problems)
-    oldest = None
-    try:
-        oldest = history.read(sequences[0]).version
-    except PulseError as error:
-        problems.append(one_line(error))
-    subscribers, expired, ended = None, 0, _ended(history)
+    oldest = _unless_broken(lambda: history.read(sequences[0]).version, None, problems)
+    ended = _unless_broken(history.ended, False, [])  # a newest manifest that is damaged is a problem by itself
+    subscribers, expired, listing = None, 0, None
     if objects is not None:
         # Where the run has ended, subscribers go.
         limits = Limits(max_lag, math.inf if ended else max_silence, expire, _store_time(objects))
-        times = ((manifest_sequence(info.name), info.modified) for info in objects["manifests"])
-        written = {sequence: modified for sequence, modified in times if sequence is not None}
+        written = {sequence: info.modified for sequence, info in manifests.items()}
         beats = objects[heartbeat.PREFIX]
         subscribers, expired = read_subscribers(store, beats, newest, problems, limits, written)
+        listing = _listing(objects, manifests, partial_uploads(store))
     return Status(
         url=store.url,
         versions=len(sequences),
@@ -237,7 +221,7 @@ def status(
         elements=newest.elements,
         full_nbytes=newest.full_nbytes,
         anchor_sequence=newest.anchor_sequence,
-        listing=_listing(objects, set(sequences), partial_uploads(store)) if objects is not None else None,
+        listing=listing,
         recent=recent,
         subscribers=subscribers,
         expired=expired,
@@ -264,22 +248,29 @@ def _list(store: Store) -> dict[str, list[ObjectInfo]] | None:
             return None
 
 
-def _first(history: History, problems: list[str]) -> int:
+def _manifests(objects: dict[str, list[ObjectInfo]] | None) -> dict[int, ObjectInfo]:
+    """The manifests of a listing by sequence number, ascending; none without a listing."""
+    listed = objects["manifests"] if objects is not None else []
+    return {sequence: info for info in listed if (sequence := manifest_sequence(info.name)) is not None}
+
+
+def _unless_broken(read: Callable[[], T], otherwise: T, problems: list[str], kind: type[PulseError] = PulseError) -> T:
+    """Read a part of a history. An error of this kind is a problem, and no part."""
     try:
-        return history.first()
-    except IntegrityError as error:
+        return read()
+    except kind as error:
         problems.append(one_line(error))
-        return 0
+        return otherwise
 
 
 def _newest(history: History, sequences: list[int], problems: list[str]) -> Manifest:
     """The newest manifest that can be read, of the last few."""
-    for sequence in sequences[: -1 - AT_ONCE : -1]:
-        try:
-            return history.read(sequence)
-        except (IntegrityError, VersionNotFoundError) as error:
-            problems.append(one_line(error))
-    raise IntegrityError(f"none of the newest manifests in {history.store.url} can be read: {problems[-1]}")
+    broken: list[PulseError] = []
+    found = newest_readable(history, sequences[-AT_ONCE:], broken)
+    problems.extend(map(one_line, broken))
+    if found is None:
+        raise IntegrityError(f"none of the newest manifests in {history.store.url} can be read: {problems[-1]}")
+    return found
 
 
 def _missing(history: History, newest: Manifest, first: int, objects: dict[str, list[ObjectInfo]]) -> list[str]:
@@ -289,14 +280,7 @@ def _missing(history: History, newest: Manifest, first: int, objects: dict[str, 
         return []
     # The folders are listed at once: of a version that was committed meanwhile, only the manifest may be listed.
     listed = [info for folder in ("patches", "anchors") for info in history.store.list(folder)]
-    return find_missing(history, newest, _first(history, []), listed)
-
-
-def _ended(history: History) -> bool:
-    try:
-        return history.ended()
-    except PulseError:  # the newest manifest is damaged, which is a problem by itself
-        return False
+    return find_missing(history, newest, _unless_broken(history.first, 0, [], IntegrityError), listed)
 
 
 def _total(objects: Iterable[ObjectInfo]) -> Objects:
@@ -304,21 +288,22 @@ def _total(objects: Iterable[ObjectInfo]) -> Objects:
     return Objects(len(sizes), sum(sizes))
 
 
-def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int], partial: list[ObjectInfo]) -> Listing:
+def _listing(
+    objects: dict[str, list[ObjectInfo]], manifests: dict[int, ObjectInfo], partial: list[ObjectInfo]
+) -> Listing:
     payload = [info for folder in ("patches", "anchors", "trails") for info in objects[folder]]
     anchors = {object_sequence(info.name) for info in objects["anchors"]}
-    manifests = [info for info in objects["manifests"] if manifest_sequence(info.name) is not None]
-    times = [info.modified for info in manifests[-1 - INTERVALS :]]
+    times = [info.modified for info in manifests.values()][-1 - INTERVALS :]
     # Where the clock was set back between two versions, it does not tell the time between them.
     between = [later - earlier for earlier, later in zip(times, times[1:], strict=False) if later >= earlier]
     return Listing(
-        manifests=_total(manifests),
+        manifests=_total(manifests.values()),
         patches=_total(objects["patches"]),
         anchors=_total(objects["anchors"]),
         trails=_total(objects["trails"]),
-        unnamed=_total(info for info in payload if object_sequence(info.name) not in sequences),
+        unnamed=_total(info for info in payload if object_sequence(info.name) not in manifests),
         partial=_total(partial),
-        anchor_sequences=tuple(sorted(sequences.intersection(anchors))),
+        anchor_sequences=tuple(sorted(manifests.keys() & anchors)),
         modified=times[-1],
         interval_s=median(between) if between else None,
         age_s=max(0.0, _store_time(objects) - times[-1]),

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import map_file
 from pulse_rl.history.history import History
+from pulse_rl.log.signing import PublicKey
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.store.urls import as_path, is_url
-
-if TYPE_CHECKING:
-    from pulse_rl.log.signing import PublicKey
 
 Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, one_
 from pulse_rl.history.history import History
 from pulse_rl.history.operate.targets import kind_of
 from pulse_rl.history.operate.walk import FAULTS, decode_all, walk
+from pulse_rl.log.signing import PublicKey
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.live import live_digest, resolve
@@ -25,9 +26,6 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.cache import uncached
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, layout
-
-if TYPE_CHECKING:
-    from pulse_rl.log.signing import PublicKey
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -148,17 +146,18 @@ def _verify_history(
     history: History, progress: Callable[[int, int, str], None], weights: Layout | None
 ) -> VerifyReport:
     found = walk(history, progress, weights)
+    good = [manifest for sequence, manifest in found.visited.items() if sequence not in found.bad]
     return VerifyReport(
         ok=not found.problems,
         kind="store",
         target=history.store.url,
         problems=tuple(found.problems),
         nbytes=found.effort.nbytes,
-        digest=found.good[-1].digest if found.good else None,
-        good_versions=tuple(manifest.version for manifest in found.good),
-        bad_versions=tuple(manifest.version for manifest in found.bad),
+        digest=good[-1].digest if good else None,
+        good_versions=tuple(manifest.version for manifest in good),
+        bad_versions=tuple(found.visited[sequence].version for sequence in sorted(found.bad)),
         leftovers=found.leftovers,
         weights_version=found.weights_version,
-        signed=history.is_signed(found.good[-1].sequence) if found.good else None,
-        past_fault=tuple(manifest.version for manifest in found.past_fault),
+        signed=history.is_signed(good[-1].sequence) if good else None,
+        past_fault=tuple(found.visited[sequence].version for sequence in sorted(found.past_fault)),
     )

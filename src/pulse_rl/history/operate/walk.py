@@ -26,11 +26,12 @@ from pulse_rl.errors import (
 from pulse_rl.history.follow import prove
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
-from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
+from pulse_rl.history.patches import check_promised, fetch_patch
 from pulse_rl.history.reading import Effort, Reading
 from pulse_rl.history.restore import load_anchor, restore
 from pulse_rl.history.search import costs
 from pulse_rl.history.trail import PatchLink, link_of, state_of
+from pulse_rl.history.versions import some_sequences
 from pulse_rl.log.beginning import FIRST
 from pulse_rl.log.objects import limit_of
 from pulse_rl.parallel import ordered_map
@@ -57,9 +58,9 @@ class Walk:
 
     def __init__(self, history: History, sequences: list[int], scratch: Path, weights: Layout | None) -> None:
         self.problems: list[str] = []
-        self.good: list[Manifest] = []  # versions that a new subscriber can load
-        self.bad: list[Manifest] = []
-        self.past_fault: list[Manifest] = []  # of the good ones, those that are reached past a fault
+        self.visited: dict[int, Manifest] = {}  # versions, by sequence number
+        self.bad: set[int] = set()  # of these, those that a new subscriber cannot load
+        self.past_fault: set[int] = set()  # and those of the others that are reached past a fault
         self.leftovers: tuple[str, ...] = ()  # objects that nothing refers to
         self.effort = Effort()
         self.weights_version: int | None = None  # the version that the given weights hold
@@ -70,8 +71,7 @@ class Walk:
         self._weights_digest = digests.to_hex(digests.state_digest(weights)) if weights is not None else None
         self._copy: _Copy | None = None
         self._restored = False  # whether the copy has gone past a fault since the last anchor
-        self._visited: int | None = None  # the sequence number visited last, with a broken manifest or not
-        self._last: Manifest | None = None  # the last manifest that could be read
+        self._before: int | None = None  # the sequence number visited last, with a broken manifest or not
         self._faulty: set[str] = set()  # names of patches and anchors in which a fault was found
         self._named: set[str] = set()  # objects that manifests and trails refer to
         self._unreadable: set[int | None] = set()  # sequence numbers whose manifests do not say what they refer to
@@ -80,14 +80,15 @@ class Walk:
 
     def visit(self, sequence: int) -> None:
         """Prove one version: its manifest, its patch on the copy, its anchor against the copy."""
-        before, self._visited = self._visited, sequence
+        before, self._before = self._before, sequence
+        last = next(reversed(self.visited.values()), None)
         # Before the first number there may be gaps between anchors that are kept permanently.
         if before is not None and sequence != before + 1 and sequence > self._first:
             self.problems.append(f"manifests {before + 1} to {sequence - 1} are missing")
         try:
             manifest = self._history.read(sequence)
-            if self._last is not None:
-                check_same_history(manifest, self._last)
+            if last is not None:
+                check_same_history(manifest, last)
         except FAULTS as error:
             if self._history.view is not None and isinstance(error, VersionNotFoundError):
                 return  # the version does not have the view
@@ -96,22 +97,25 @@ class Walk:
             return
         self._named.update(ref.name for ref in manifest.refs)
         self.views.update(manifest.views)
-        self._check_place(manifest)
-        if manifest.patch:
-            self._take_patch(manifest)
+        self._check_place(manifest, last)
+        if (link := link_of(manifest)) is not None:
+            base = self._copy.held if self._copy and self._copy.held.sequence == link.base_sequence else None
+            self._prove(link, base, manifest, f"version {manifest.version}", take=True)
         if manifest.anchor:
             self._recount()
             self._load(manifest)
         if not self._holds(manifest):
             self._restore(manifest)
-        (self.good if self._holds(manifest) else self.bad).append(manifest)
-        if self._holds(manifest) and self._restored:
-            self.past_fault.append(manifest)
+        self.visited[sequence] = manifest
+        if not self._holds(manifest):
+            self.bad.add(sequence)
+        elif self._restored:
+            self.past_fault.add(sequence)
         for link in self._skips.get(sequence, {}).values():
-            self._prove_skip(link, manifest)
+            what = f"the skip patch from version {manifest.version} to {link.to.version}"
+            self._prove(link, manifest, manifest, what)
         if manifest.digest == self._weights_digest and self._holds(manifest) and not self._differences():
             self.weights_version = manifest.version
-        self._last = manifest
 
     def finish(self) -> None:
         """Count the last version's digest over all bits, compare the given weights with it, and list leftovers."""
@@ -167,30 +171,33 @@ class Walk:
     def _holds(self, manifest: Manifest) -> bool:
         return self._copy is not None and self._copy.held == manifest
 
-    def _fetch(self, link: PatchLink, manifest: Manifest) -> Fetched:
-        """A patch, no larger than the model allows: the copy's size, or without a copy what the manifest says."""
-        nbytes = self._copy.tensors.nbytes if self._copy else manifest.full_nbytes
-        patch = fetch_patch(self._history.store, link.ref, limit_of(nbytes))
-        self._named.update(patch.names)
-        return patch
+    def _prove(
+        self, link: PatchLink, base: Manifest | None, manifest: Manifest, what: str, *, take: bool = False
+    ) -> None:
+        """Prove a patch on the copy if that holds its base, and take it if so wished; else only decode it.
 
-    def _take_patch(self, manifest: Manifest) -> None:
-        """Bring the copy from the version before to this one; without such a copy, only decode the patch."""
-        link = link_of(manifest)
-        assert link is not None  # the caller has looked
+        base: the version that it starts from; None where the version that lies there is not known. manifest: one with
+        the names that are tied then. what: of which a problem is reported.
+        """
         copy = self._copy
+        # No larger than the model allows: the copy's size, or without a copy what the manifest says.
+        limit = limit_of(copy.tensors.nbytes if copy else manifest.full_nbytes)
         try:
-            patch = self._fetch(link, manifest)
+            patch = fetch_patch(self._history.store, link.ref, limit)
+            self._named.update(patch.names)
             self.effort.nbytes += patch.nbytes
-            if copy is None or copy.held.sequence != link.base_sequence:
+            if base is not None:
+                check_promised(patch, link, state_of(base), manifest.tied)
+            if copy is None or copy.held != base:
                 decode_all(patch.parts)
-            else:
-                check_promised(patch, link, state_of(copy.held), manifest.tied)
-                prove(patch, copy.tensors).write()
+                return
+            application = prove(patch, copy.tensors)
+            if take:
+                application.write()
                 copy.held = manifest
         except FAULTS as error:
             self._faulty.add(link.ref.name)
-            self._report(manifest, one_line(error))
+            self.problems.append(f"{what}: {one_line(error)}")
 
     def _restore(self, manifest: Manifest) -> None:
         """Bring the copy to a version that its own patch does not give, if others lead there from a good version.
@@ -200,41 +207,16 @@ class Walk:
         with suppress(*FAULTS):  # reported by the visit that has found them
             trail = self._history.trail(manifest)
             reached = costs(trail.links() if trail else [], manifest.sequence, self._faulty)
-            if not any(good.sequence in reached for good in reversed(self.good)):
-                return
-            files = self._scratch / f"restored-{manifest.sequence}"
-            files.mkdir()
-            reading = Reading(self._history)
-            reading.faults.names |= self._faulty
-            try:
-                tensors = restore(reading, manifest, files, None)
-            except BaseException:
-                shutil.rmtree(files)
-                raise
-            self._drop_copy()
-            self._copy, self._restored = _Copy(manifest, tensors, files), True
-
-    def _prove_skip(self, link: PatchLink, manifest: Manifest) -> None:
-        """Prove a skip patch that begins with a version: on the copy if that holds the version."""
-        try:
-            patch = self._fetch(link, manifest)
-            self.effort.nbytes += patch.nbytes
-            check_promised(patch, link, state_of(manifest), manifest.tied)
-            if self._copy is not None and self._holds(manifest):
-                prove(patch, self._copy.tensors)
-            else:
-                decode_all(patch.parts)
-        except FAULTS as error:
-            self._faulty.add(link.ref.name)
-            self.problems.append(
-                f"the skip patch from version {manifest.version} to {link.to.version}: {one_line(error)}"
-            )
+            if self.visited.keys() - self.bad & reached.keys():
+                reading = Reading(self._history)
+                reading.faults.names |= self._faulty
+                self._replace_copy(manifest, lambda files: restore(reading, manifest, files, None))
+                self._restored = True
 
     def _load(self, manifest: Manifest) -> None:
         """Load and prove an anchor, which replaces the copy; a faulty one leaves the copy as it was."""
-        files = self._scratch / str(manifest.sequence)
-        files.mkdir()
-        try:
+
+        def load(files: Path) -> Layout:
             tensors = load_anchor(self._history, manifest, files, self.effort, limit_of(manifest.full_nbytes))
             counts = (tensors.elements, tensors.nbytes)
             if counts != (manifest.elements, manifest.full_nbytes):
@@ -242,14 +224,26 @@ class Walk:
                     f"its manifest promises (elements, bytes) {(manifest.elements, manifest.full_nbytes)}, "
                     f"its anchor holds {counts}"
                 )
+            return tensors
+
+        try:
+            self._replace_copy(manifest, load)
+            self._restored = False
         except FAULTS as error:
-            shutil.rmtree(files)
             self._faulty.add(manifest.anchor[0].name)
             note = "; patches from the anchor before still lead to it" if self._holds(manifest) else ""
             self._report(manifest, f"{one_line(error)}{note}")
-            return
+
+    def _replace_copy(self, manifest: Manifest, make: Callable[[Path], Layout]) -> None:
+        """Let the copy be a version that is made in files. If that fails it stays as it was."""
+        files = Path(tempfile.mkdtemp(dir=self._scratch))
+        try:
+            tensors = make(files)
+        except BaseException:
+            shutil.rmtree(files)
+            raise
         self._drop_copy()
-        self._copy, self._restored = _Copy(manifest, tensors, files), False
+        self._copy = _Copy(manifest, tensors, files)
 
     def _recount(self) -> None:
         """Count the copy's digest over all bits; drop the copy if it is not its version's."""
@@ -259,10 +253,8 @@ class Walk:
         if found == held.digest:
             return
         self._report(held, f"patches lead to digest {found}, its manifest says {held.digest}")
-        if held in self.good:
-            self.good.remove(held)
-            self.bad.append(held)
-            self.past_fault = [manifest for manifest in self.past_fault if manifest != held]
+        self.bad |= {held.sequence} & self.visited.keys()
+        self.past_fault.discard(held.sequence)
         self._drop_copy()
 
     def _drop_copy(self) -> None:
@@ -275,9 +267,8 @@ class Walk:
     def _report(self, manifest: Manifest, problem: str) -> None:
         self.problems.append(f"version {manifest.version}: {problem}")
 
-    def _check_place(self, manifest: Manifest) -> None:
-        """Report what a manifest says that contradicts the manifest before it."""
-        last = self._last
+    def _check_place(self, manifest: Manifest, last: Manifest | None) -> None:
+        """Report what a manifest says that contradicts the last one that could be read."""
         if last is None:
             if not manifest.anchor:
                 self._report(manifest, "it is the oldest one and has no anchor to start from")
@@ -327,9 +318,7 @@ def walk(history: History, progress: Callable[[int, int, str], None], weights: L
     progress: called before each step with the number of steps done, the number of all, and what comes next.
     weights: to find out which version they hold.
     """
-    sequences = history.sequences()
-    if not sequences:
-        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+    sequences = some_sequences(history)
     found = _walk(history, sequences, progress, weights)
     for view in sorted(found.views):
         of_view = _walk(history.of(view), sequences, progress, None)
