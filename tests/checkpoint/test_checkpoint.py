@@ -294,21 +294,6 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     assert steps == [("file", False), ("directory", True)]
 
 
-def test_a_file_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-    visible: list[bool] = []
-
-    def parts() -> Iterator[bytes]:
-        for part in (b"a", b"b"):
-            visible.append(path.exists())
-            yield part
-        visible.append(path.exists())
-
-    write_stream(path, parts())
-    assert visible == [False, False, False]
-    assert path.read_bytes() == b"ab"
-
-
 def test_copies_of_files_and_directories_are_their_own(tmp_path: Path) -> None:
     """A copied checkpoint that is then written to leaves its source alone, even through a link."""
     source = tmp_path / "source"

@@ -40,6 +40,7 @@ import pulse_rl as pulse
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.codecs import choose
 from pulse_rl.history import manifest
+from pulse_rl.log.signing import Keys
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.table import MAX_TABLE_NBYTES
 from tests import ROOT

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.store import patient as patience
+from pulse_rl.store.around import StoreAround
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import patient
 from tests.conftest import Trainee
@@ -18,11 +19,11 @@ from tests.store import servers
 from tests.store.proxy import Fault, Proxy
 
 
-class Gone:
+class Gone(StoreAround):
     """A store that can be out of reach; reads may end in the middle of an object."""
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.until = 0.0  # monotonic
         self.temporary = True
         self.tries = 0
@@ -31,41 +32,28 @@ class Gone:
     def gone_for(self, seconds: float) -> None:
         self.until, self.tries = time.monotonic() + seconds, 0
 
-    def _check(self, name: str) -> None:
+    def _call(self, verb: str, name: str, call: Callable[[], Any]) -> Any:
         self.tries += 1
         if time.monotonic() < self.until:
             raise pulse.StoreError(f"cannot reach {name}", url=self.url, name=name, temporary=self.temporary)
+        return call()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def check_create(self) -> None:
+        self.inner.check_create()
 
     def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
         if not isinstance(data, bytes):
             begun = next(iter(data))  # some of it is sent before the connection ends
             assert len(begun)
-        self._check(name)
-        self.inner.put(name, data, mode=mode)
-
-    def get(self, name: str) -> memoryview:
-        self._check(name)
-        return self.inner.get(name)
+        super().put(name, data, mode=mode)
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        self._check(name)
-        data = self.inner.get(name)
+        data = self.get(name)
         for start in range(0, len(data), 1000):
             yield data[start : start + 1000]
             if self.cuts:
                 self.cuts -= 1
                 raise pulse.StoreError(f"lost {name}", url=self.url, name=name, temporary=True)
-
-    def list(self, prefix: str, after: str = "") -> Any:
-        self._check(prefix)
-        return self.inner.list(prefix, after)
-
-    def delete(self, name: str) -> None:
-        self._check(name)
-        self.inner.delete(name)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.conftest import Trainee
 from tests.store import servers
 from tests.store.through import Through
 
-ROUNDS = 6
+ROUNDS = 4
 
 
 @pytest.fixture(params=["s3", "azure"])

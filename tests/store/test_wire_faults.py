@@ -115,7 +115,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield Run(proxy, f"s3://{servers.s3_bucket()}/run")
 
 
-@pytest.mark.parametrize("what", ["drop", "lose", "truncate", "delay", "twice", 429, 500, 503])
+@pytest.mark.parametrize("what", ["drop", "lose", "truncate", "delay", "twice", 429, 500])
 def test_a_fault_that_passes_is_not_noticed(run: Run, what: What) -> None:
     """Once for each kind of request: publish and sync still succeed, and no version is committed twice."""
     for method, path in (*WRITES, *READS):
@@ -131,7 +131,7 @@ def test_a_fault_that_passes_is_not_noticed(run: Run, what: What) -> None:
     assert run.recover().problems == ()
 
 
-@pytest.mark.parametrize("what", ["drop", "lose", "truncate", "shorten", "corrupt", *STATUSES])
+@pytest.mark.parametrize("what", ["drop", "lose", "truncate", "shorten", "corrupt", 403, 404, 409, 412, 503])
 def test_a_fault_that_lasts_is_one_clear_error(run: Run, what: What) -> None:
     """With each kind of request: its sender gets the error, all stay at the version before and go on from there."""
     for method, path in (*WRITES, *READS):
@@ -205,7 +205,6 @@ def test_an_upload_that_is_stored_changed(run: Run, what: What, path: str) -> No
     assert 0 in report.good_versions
 
 
-@pytest.mark.parametrize("run", range(2), indirect=True)
 def test_a_share_of_all_requests(run: Run) -> None:
     """Many kinds of faults at once, by seed, with pruning; workers that follow and workers that are new."""
     often: list[What] = ["drop", "lose", "truncate", "delay", "twice", 403, 429, 500, 503]
@@ -303,7 +302,7 @@ def test_workers_that_race_pruning(run: Run) -> None:
     assert run.publish() is None
     published = list[str | None]()
     run.proxy.faults = [Fault("delay", "GET", path, seconds=0.03) for path in ("patches/", "anchors/", "manifests/0")]
-    trainer = threading.Thread(target=lambda: published.extend(run.publish() for _ in range(40)))
+    trainer = threading.Thread(target=lambda: published.extend(run.publish() for _ in range(25)))
     trainer.start()
     results = []
     while trainer.is_alive():
@@ -311,7 +310,7 @@ def test_workers_that_race_pruning(run: Run) -> None:
         if len(results) % 3 == 0:
             run.join()
     trainer.join()
-    assert published == [None] * 40
+    assert published == [None] * 25
     assert None in results
     expected = "is missing from|holds no|no route leads to version"
     assert all(re.search(expected, failed) for failed in results if failed)

@@ -33,7 +33,7 @@ def put_anchor(
     """
     shards, index = plan_shards(tensors)
     refs, found = put_shards(store, directory, tensors, shards)
-    check_digest(directory, digest, found + digests.empty_digest(tensors))
+    check_sent(directory, digest, found + digests.empty_digest(tensors))
     return refs + put_assets(store, directory, index, assets)
 
 
@@ -51,16 +51,17 @@ def put_shards(
     return tuple(refs), total & digests.MASK
 
 
-def check_digest(directory: str, digest: str, total: int) -> None:
+def check_sent(directory: str, digest: str, total: int) -> None:
     """Raise IntegrityError unless the digest of all that was sent is the version's."""
+    check_digest("the anchor", digest, total, ": the weights changed while they were published", name=directory)
+
+
+def check_digest(what: str, expected: str, total: int, why: str = "", *, name: str | None = None) -> None:
+    """Raise IntegrityError unless this sum is the digest that was promised. why: what the message ends with."""
     found = digests.to_hex(total)
-    if found != digest:
-        raise IntegrityError(
-            f"the anchor: expected digest {digest}, found {found}: the weights changed while they were published",
-            name=directory,
-            expected=digest,
-            found=found,
-        )
+    if found != expected:
+        message = f"{what}: expected digest {expected}, found {found}{why}"
+        raise IntegrityError(message, name=name, expected=expected, found=found)
 
 
 def put_assets(store: Store, directory: str, index: bytes | None, assets: Mapping[str, bytes]) -> tuple[ObjectRef, ...]:

@@ -9,7 +9,7 @@ Parts of a file cannot be compared with its hash. What was read is proved by the
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,14 @@ from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
+from pulse_rl.weights.boxes import whole as whole_box
 from pulse_rl.weights.layout import Layout, TensorSpec
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
+from pulse_rl.weights.pieces import Pieces, pieces_of
 
 FRONT_NBYTES = 64 << 10  # read of each file first: the length of its header, and of most models all of it
 SHORT_NBYTES = 64 << 10  # rows that are shorter are read together with what lies between them
 READ_NBYTES = 8 << 20  # by one request
 AT_ONCE_NBYTES = 64 << 20  # in memory at a time
-
-
-Read: TypeAlias = Callable[[Store, ObjectRef, int, int], memoryview]
 
 
 class AnchorTensor(NamedTuple):
@@ -46,22 +44,17 @@ class AnchorTensor(NamedTuple):
     spec: TensorSpec
 
 
-def _read_part(store: Store, file: ObjectRef, start: int, stop: int) -> memoryview:
-    return read_range(store, file.name, start, stop, most=file.nbytes)
-
-
-def read_headers(store: Store, anchor: Manifest, read: Read = _read_part) -> tuple[dict[str, AnchorTensor], int]:
+def read_headers(store: Store, anchor: Manifest) -> tuple[dict[str, AnchorTensor], int]:
     """Where each tensor of an anchor lies, and how many bytes were read to learn it.
 
-    read: reads a range of an object. Raises IntegrityError for files that are no checkpoint, and StoreError,
-    CannotReadRangeError too.
+    Raises IntegrityError for files that are no checkpoint, and StoreError.
     """
     found: dict[str, AnchorTensor] = {}
     nbytes = 0
     for ref in anchor.anchor:
         if not ref.name.endswith(".safetensors"):
             continue
-        front = _read_header(store, ref, read)
+        front = _read_header(store, ref)
         nbytes += len(front)
         try:
             header = safetensors_header.parse(front, ref.name, nbytes=ref.nbytes)
@@ -75,19 +68,20 @@ def read_headers(store: Store, anchor: Manifest, read: Read = _read_part) -> tup
     return dict(sorted(found.items())), nbytes
 
 
-def _read_header(store: Store, ref: ObjectRef, read: Read) -> memoryview:
-    front = read(store, ref, 0, min(FRONT_NBYTES, ref.nbytes))
+def _read_header(store: Store, file: ObjectRef) -> memoryview:
+    """The first bytes of a file, as many as its header takes; fewer where the header is impossible."""
+    front = _read_front(store, file, min(FRONT_NBYTES, file.nbytes))
     length = int.from_bytes(front[:8], "little") if len(front) >= 8 else 0
-    if len(front) < 8 + length <= min(ref.nbytes, safetensors_header.MAX_HEADER_NBYTES):
-        return read(store, ref, 0, 8 + length)
+    if len(front) < 8 + length <= min(file.nbytes, safetensors_header.MAX_HEADER_NBYTES):
+        return _read_front(store, file, 8 + length)
     return front
 
 
-def _read_front(store: Store, file: ObjectRef, start: int, stop: int) -> memoryview:
+def _read_front(store: Store, file: ObjectRef, stop: int) -> memoryview:
     try:
-        return _read_part(store, file, start, stop)
+        return read_range(store, file.name, 0, stop, most=file.nbytes)
     except CannotReadRangeError:  # a stream that is left early is not downloaded to its end
-        return memoryview(read_up_to(store, file.name, stop))[start:stop]
+        return memoryview(read_up_to(store, file.name, stop))[:stop]
 
 
 def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
@@ -96,7 +90,7 @@ def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
     Raises IntegrityError, PatchFormatError or StoreError.
     """
     try:
-        stored, _ = read_headers(history.store, history.read(manifest.anchor_sequence), _read_front)
+        stored, _ = read_headers(history.store, history.read(manifest.anchor_sequence))
         return {name: one.spec for name, one in stored.items()}
     except (IntegrityError, StoreError):  # pruned, or damaged
         if manifest.patch is None:
@@ -120,29 +114,35 @@ def read_share(store: Store, stored: Mapping[str, AnchorTensor], wanted: Layout,
     wanted: the tensors as pieces; their memory is not looked at. Returns the same pieces in the file, which can be
     written, and how many bytes were read. Raises StoreError, CannotReadRangeError too, and OSError.
     """
-    places: list[tuple[str, Piece, int]] = []
+    places: dict[tuple[str, Box], int] = {}  # where in the file each piece begins
     nbytes = at = 0
     with (directory / "share").open("wb") as file:
         # By file and place, and the widest elements first, so that all are aligned.
         names = sorted(wanted, key=lambda name: (-wanted[name].itemsize, stored[name].file.name, stored[name].start))
         for name in names:
             for piece in pieces_of(wanted[name]) if wanted[name].size else ():
-                places.append((name, piece, at))
+                places[name, piece.box] = at
                 for parts, read in _read_box(store, stored[name], piece.box):
                     nbytes += read
                     for part in parts:
                         at += file.write(part)
     data = map_file(directory / "share", writable=True) if at else memoryview(bytearray())
-    pieces: dict[str, list[Piece]] = {name: [] for name in wanted}
-    for name, piece, start in places:
-        dtype = UINTS[wanted[name].itemsize]
-        raw = data[start : start + piece.box.size * dtype.itemsize]
-        array = np.frombuffer(raw, dtype).reshape(piece.box.sizes)
-        pieces[name].append(piece._replace(bits=HostBits(wanted[name].dtype, array)))
+
+    def bits(name: str, box: Box) -> HostBits:
+        dtype, start = UINTS[wanted[name].itemsize], places[name, box]
+        raw = data[start : start + box.size * dtype.itemsize]
+        return HostBits(wanted[name].dtype, np.frombuffer(raw, dtype).reshape(box.sizes))
+
+    return _with_bits(wanted, bits), nbytes
+
+
+def _with_bits(wanted: Layout, bits: Callable[[str, Box], Bits]) -> Layout:
+    """The same pieces in other memory. bits: those of a box of a tensor."""
     found: dict[str, Bits] = {}
     for name, tensor in wanted.items():
-        found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces[name])
-    return Layout(found), nbytes
+        pieces = [p._replace(bits=bits(name, p.box)) for p in pieces_of(tensor)] if tensor.size else []
+        found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+    return Layout(found)
 
 
 def _read_box(store: Store, stored: AnchorTensor, box: Box) -> Iterator[tuple[list[memoryview], int]]:
@@ -173,11 +173,4 @@ def _read_box(store: Store, stored: AnchorTensor, box: Box) -> Iterator[tuple[li
 
 def cut(whole: Layout, wanted: Layout) -> Layout:
     """The same pieces as wanted, as views of whole tensors."""
-    found: dict[str, Bits] = {}
-    for name, tensor in wanted.items():
-        pieces = []
-        for piece in pieces_of(tensor) if tensor.size else ():
-            slices = piece.box.slices(Box((0,) * len(tensor.shape), tuple(tensor.shape)))
-            pieces.append(piece._replace(bits=whole[name].view(slices)))
-        found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
-    return Layout(found)
+    return _with_bits(wanted, lambda name, box: whole[name].view(box.slices(whole_box(tuple(whole[name].shape)))))

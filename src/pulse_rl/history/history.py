@@ -162,7 +162,7 @@ class History(Versions):
             IntegrityError: If a manifest is damaged.
             VersionSkewError: If a manifest is of a newer format.
         """
-        found = map(self._whole, self.sequences())
+        found = (self._whole(sequence).manifest for sequence in self.sequences())
         return list(found if self.view is None else filter(None, (one.of(self.view) for one in found)))
 
     def end(self) -> tuple[int, Manifest | None]:

@@ -26,6 +26,7 @@ from pulse_rl.errors import (
     StoreError,
     VersionSkewError,
 )
+from pulse_rl.history.anchor import check_digest
 from pulse_rl.history.anchor_share import cut, read_headers, read_share
 from pulse_rl.history.follow import Landing, follow
 from pulse_rl.history.history import History
@@ -183,13 +184,11 @@ def _load_share(
             if whole:
                 raise
             continue
-        if (digest := digests.to_hex(sum(shares))) == anchor.digest:
-            return found
-    raise IntegrityError(
-        f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digest}",
-        expected=anchor.digest,
-        found=digest,
-    )
+        total = sum(shares)
+        if digests.to_hex(total) == anchor.digest:
+            break
+    check_digest(f"the anchor of version {anchor.version}", anchor.digest, total)
+    return found
 
 
 def _own_digest(found: Layout, target: Manifest, wanted: Wanted, *, first: bool) -> int:
@@ -227,13 +226,7 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Eff
             tensors = open_checkpoint(directory, writable=True)
         except (FormatError, OSError) as error:  # its manifest may be as wrong as its files
             raise IntegrityError(f"the anchor of version {anchor.version} is not a checkpoint: {error}") from None
-        found = digests.to_hex(digests.state_digest(tensors))
-    if found != anchor.digest:
-        raise IntegrityError(
-            f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {found}",
-            expected=anchor.digest,
-            found=found,
-        )
+        check_digest(f"the anchor of version {anchor.version}", anchor.digest, digests.state_digest(tensors))
     return tensors
 
 

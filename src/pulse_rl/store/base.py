@@ -169,6 +169,14 @@ def refused_without_cause(store: Store, name: str) -> StoreError:
     )
 
 
+def after(parts: Iterable[memoryview], start: int) -> Iterator[memoryview]:
+    """All parts but their first `start` bytes."""
+    for part in parts:
+        if len(part) > start:
+            yield part[start:]
+        start = max(0, start - len(part))
+
+
 def up_to(parts: Iterable[memoryview], limit: int) -> bytearray:
     """The bytes of all parts, or one byte more than the limit; then no further part is asked for."""
     data = bytearray()

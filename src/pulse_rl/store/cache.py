@@ -27,7 +27,7 @@ from typing import Literal
 from pulse_rl.errors import IntegrityError, one_line
 from pulse_rl.logs import logger
 from pulse_rl.store.around import StoreAround
-from pulse_rl.store.base import Store
+from pulse_rl.store.base import Store, after
 from pulse_rl.store.cached_files import (
     BLOCK_NBYTES,
     CachedFile,
@@ -124,10 +124,7 @@ class CachedStore(StoreAround):
                     yield part
                 if sent >= found.nbytes:
                     return
-        for part in self._kept(found, name):
-            if len(part) > sent:
-                yield part[sent:]
-            sent = max(0, sent - len(part))
+        yield from after(self._kept(found, name), sent)
 
     def read_range(self, name: str, start: int, stop: int) -> memoryview:
         return self.read_ranges(name, [(start, stop)])[0]

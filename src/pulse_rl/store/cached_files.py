@@ -19,9 +19,9 @@ import errno
 import os
 import struct
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -176,12 +176,6 @@ class Download:
         self._block = blake3()
 
 
-class Elsewhere(NamedTuple):
-    """Another process, or another thread, downloads the object."""
-
-    written_ns: int  # when it has written last; -1 if it has just ended
-
-
 class CacheDirectory:
     """The cache of one store in a directory that several stores and processes share.
 
@@ -212,17 +206,17 @@ class CacheDirectory:
             file = folder.open(key + OBJECT)
         except FileNotFoundError:
             return None
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(file)
             with suppress(OSError):  # a cache that can only be read serves as well
                 os.utime(file.fileno())
-            return CachedFile(file, folder.path / (key + OBJECT), self)
-        except IntegrityError:
-            file.close()
-            folder.delete(key + OBJECT)
-            raise
-        except BaseException:
-            file.close()
-            raise
+            try:
+                found = CachedFile(file, folder.path / (key + OBJECT), self)
+            except IntegrityError:
+                folder.delete(key + OBJECT)
+                raise
+            stack.pop_all()  # it stays open
+            return found
 
     def find(self, name: str, most: int | None = None) -> CachedFile | Download | None:
         """Open an object, or begin to download it, alone. Waits while another process downloads it.
@@ -243,8 +237,8 @@ class CacheDirectory:
                     found.give_up()
                     raise
                 return found
-            if found.written_ns != written_ns:
-                written_ns, since = found.written_ns, time.monotonic()
+            if found != written_ns:
+                written_ns, since = found, time.monotonic()
             elif time.monotonic() - since > STALLED_S:
                 return None
             time.sleep(POLL_S)
@@ -279,25 +273,24 @@ class CacheDirectory:
             os.truncate(file.fileno(), size)
             return size
 
-    def _lock(self, folder: Folder, key: str, most: int | None) -> Download | Elsewhere:
-        """Take the partial file of an object that is not in the cache."""
-        file: BinaryIO | None = folder.open(key + PART, os.O_RDWR | os.O_CREAT)
-        try:
-            assert file is not None
+    def _lock(self, folder: Folder, key: str, most: int | None) -> Download | int:
+        """Take the partial file of an object that is not in the cache.
+
+        Where another process, or another thread, downloads it: when that has written last, -1 if it has just ended.
+        """
+        with ExitStack() as stack:
+            file = stack.enter_context(folder.open(key + PART, os.O_RDWR | os.O_CREAT))
             if not take_lock(file):
-                return Elsewhere(os.fstat(file.fileno()).st_mtime_ns)
+                return os.fstat(file.fileno()).st_mtime_ns
             # Only who holds the lock of the partial file that has this name may make the object's file of it.
             if not folder.has(key + PART, file):
-                return Elsewhere(-1)
+                return -1
             if folder.has(key + OBJECT):
                 folder.delete(key + PART)
-                return Elsewhere(-1)
+                return -1
             file.truncate(0)  # what a killed process has left
-            download, file = Download(file, key, self, most), None
-            return download
-        finally:
-            if file is not None:
-                file.close()
+            stack.pop_all()  # it stays open
+            return Download(file, key, self, most)
 
 
 def _delete_abandoned(folder: Folder, part: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from pulse_rl.errors import StoreError
 from pulse_rl.logs import logger
 from pulse_rl.store.around import StoreAround
-from pulse_rl.store.base import Store
+from pulse_rl.store.base import Store, after
 from pulse_rl.store.cache import CachedStore, uncached
 from pulse_rl.store.remote import CloudStore
 
@@ -105,12 +105,8 @@ class PatientStore(StoreAround):
     def _stream_from(self, name: str, start: int) -> Iterator[memoryview]:
         """The parts of an object from one of its bytes on."""
         if start and isinstance(self.inner, CloudStore):
-            yield from self.inner.stream_from(name, start)
-            return
-        for part in self.inner.stream(name):  # not every web server sends a part of a file
-            if len(part) > start:
-                yield part[start:]
-            start = max(0, start - len(part))
+            return self.inner.stream_from(name, start)
+        return after(self.inner.stream(name), start)  # not every web server sends a part of a file
 
     def _call(self, verb: str, name: str, call: Callable[[], T]) -> T:
         began = self._begin()

@@ -18,7 +18,7 @@ from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import SHARD_NBYTES, ShardFile, in_file_order, plan_shards, shard_header
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.anchor import check_digest, put_assets, put_shards
+from pulse_rl.history.anchor import check_sent, put_assets, put_shards
 from pulse_rl.history.restore import scratch
 from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import Store
@@ -78,7 +78,7 @@ def put_anchor_together(
             return _Put([(ref.name, ref.nbytes, ref.blake3) for ref in refs], found & digests.MASK)
 
         found = ranks.share("put an anchor", put, _Put)
-    check_digest(directory, digest, sum(one.digest for one in found))
+    check_sent(directory, digest, sum(one.digest for one in found))
     return tuple(sorted((ObjectRef(*file) for one in found for file in one.files), key=_order))
 
 
