@@ -93,19 +93,6 @@ def read(html: str) -> Document:
     return document
 
 
-@pytest.fixture(autouse=True)
-def _library_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drawing library is 0.9 MB in every page and takes a second to bundle."""
-    import vl_convert
-
-    if not BUNDLES:
-        BUNDLES.append(vl_convert.javascript_bundle(page.DRAW))
-    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda snippet: BUNDLES[0])
-
-
-BUNDLES: list[str] = []
-
-
 def test_a_study_s_headline_is_the_report_s_numbers() -> None:
     report = example()
     document = read(study_page.html(report))

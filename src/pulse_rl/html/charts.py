@@ -16,6 +16,7 @@ POINTS = 400  # of a line: no screen shows more, and they are slow to draw
 COLORS = tuple(f"var(--c{n})" for n in range(6))
 RAMP = tuple(f"var(--s{n})" for n in range(6))  # for series that have an order
 HEIGHT, LEGEND_ROW = 280, 14  # of a chart, pixels; more for each further name of a long legend
+ROWS = "rows"  # the name of a chart's data, by which a live page replaces them
 BYTES = "bytes"  # a format of axes: 1.5 MB
 FRACTION = ".5~p"  # a format of axes: 0.65%
 SPACED = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 4}  # names along x: some are left out
@@ -203,7 +204,7 @@ def _chart(values: list[dict[str, Any]], content: dict[str, Any]) -> dict[str, A
     ]
     names = len(dict.fromkeys(row.get("series") for row in values))
     height = HEIGHT + LEGEND_ROW * max(0, names - 4)  # a long legend must not take the plot's room
-    return {"data": {"values": finite}, "width": "container", "height": height} | content
+    return {"data": {"name": ROWS, "values": finite}, "width": "container", "height": height} | content
 
 
 def _places(title: str | None, order: Sequence[object]) -> dict[str, Any]:
@@ -245,11 +246,13 @@ def _name() -> dict[str, Any]:
 
 def _drawn(points: Points, x: ChartAxis, y: ChartAxis) -> list[tuple[float, float]]:
     """The points that can be drawn; means of neighbours if there are too many."""
-    kept = [
-        (a, b)
-        for a, b in points
-        if b is not None and math.isfinite(a) and math.isfinite(b) and not (y.log and b <= 0) and not (x.log and a <= 0)
-    ]
-    if len(kept) <= POINTS:
-        return kept
-    return [tuple(group.mean(0).tolist()) for group in np.array_split(np.array(kept), POINTS)]
+    kept = np.asarray(points, np.float64).reshape(-1, 2)
+    drawable = np.isfinite(kept).all(1)
+    for at, axis in enumerate((x, y)):
+        if axis.log:
+            drawable &= kept[:, at] > 0
+    kept = kept[drawable]
+    if len(kept) > POINTS:
+        edges = np.linspace(0, len(kept), POINTS + 1).astype(int)
+        kept = np.add.reduceat(kept, edges[:-1]) / np.diff(edges)[:, None]
+    return list(map(tuple, kept.tolist()))
