@@ -273,13 +273,15 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
     status = {
         "policies": {"solver": {"dropped": {"stale": 3, "surplus": 2}}},
         "restarts": 0,
+        "ended": True,
         "tasks": {"done": 9, "registered": 4},
         "skipped": {},
         "given_up": [],
         "windows": {},
     }
-    found = summary(recipe, {"solver": final}, [worker], status)
-    return recipe, found, {"solver": metrics.read(directory)}
+    records = {"solver": metrics.read(directory)}
+    found = summary(recipe, records, {"solver": final}, [worker], status)
+    return recipe, found, records
 
 
 def test_a_run_s_page_shows_its_metrics(tmp_path: Path) -> None:
@@ -394,9 +396,9 @@ def test_a_stop_and_a_dead_signal_are_told_in_the_summary_and_on_the_page(
 def test_a_page_says_where_its_numbers_are_and_why_groups_were_dropped(tmp_path: Path) -> None:
     """Of two policies each has a file of its own."""
     _, found, records = _run(tmp_path, 2)
-    assert "All numbers are in metrics.jsonl." in run_report.html(found, records)
+    assert "All numbers are in metrics.jsonl." in run_report.draw(found, records).html()
     two = found | {"policies": dict.fromkeys(("solver", "judge"), found["policies"]["solver"])}
-    page = run_report.html(two, {"solver": records["solver"], "judge": records["solver"]})
+    page = run_report.draw(two, {"solver": records["solver"], "judge": records["solver"]}).html()
     assert "All numbers are in policies/solver/metrics.jsonl, policies/judge/metrics.jsonl." in page
     assert "surplus: good, but no batch needed them" in page
     assert "stale: sampled by weights older" in page
@@ -420,7 +422,7 @@ def test_the_times_of_a_worker_add_up_and_its_host_is_named(tmp_path: Path) -> N
 
 
 def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:
-    document = read(run_report.html(*_run(tmp_path, 3, trainers=2)[1:]))
+    document = read(run_report.draw(*_run(tmp_path, 3, trainers=2)[1:]).html())
     assert document.values[-1] == "26.7 ×"
     spec = next(spec for spec in document.specs if spec["encoding"]["y"]["axis"]["title"] == "a trainer and round")
     assert {row["series"]: row["y"] for row in spec["data"]["values"]} == {"pulse": 150, "DiLoCo": 4000, "DDP": 32000}
@@ -428,7 +430,7 @@ def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) ->
 
 @pytest.mark.parametrize("versions", [0, 1])
 def test_a_run_that_ended_early_has_a_page(tmp_path: Path, versions: int) -> None:
-    assert read(run_report.html(*_run(tmp_path, versions)[1:])).specs == []
+    assert read(run_report.draw(*_run(tmp_path, versions)[1:]).html()).specs == []
 
 
 def test_without_the_library_the_extra_is_named(

@@ -21,6 +21,7 @@ from pulse_rl.cli.stores import copy, prune, status
 from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
 from pulse_rl.cli.warmup import warmup
+from pulse_rl.cli.watch import watch
 from pulse_rl.errors import PulseError, install_hint, one_line
 from pulse_rl.version import __version__
 
@@ -39,6 +40,7 @@ app.command()(apply)
 app.command()(inspect)
 app.command()(verify)
 app.command()(status)
+app.command()(watch)
 app.command()(follow)
 app.command()(mirror)
 app.command()(prune)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pulse_rl.watch import Exporter
 
 OTEL = "otel"
-HOST, MOST = "127.0.0.1", 65535
+MOST = 65535
 
 Metrics = Annotated[
     str | None,
@@ -36,6 +36,8 @@ def check(metrics: str | None) -> None:
 
 def address(text: str, option: str, others: str = "") -> tuple[str, int]:
     """The host and the port that an option names. Raises a usage error."""
+    from pulse_rl.watch.exporters import HOST
+
     host, _, port = text.rpartition(":")
     if not (port.isdecimal() and int(port) <= MOST):
         raise typer.BadParameter(f"{option}: expected PORT or HOST:PORT{others}, found {text!r}")

@@ -10,6 +10,7 @@ dataflow.journal    the Dataflow's state (SQLite, with its log in -wal); dataflo
 summary.json        the result of the run
 report.html         the result and the metrics as plots
 ray.log             what Ray reports about its processes
+now.json            what the driver sees of the services, each second, for `pulse-rl watch`
 running             locked by the driver while the run goes on
 
 Where several policies learn, each has its history in store/NAME/, and the files of its trainers in policies/NAME/.
@@ -19,11 +20,13 @@ import os.path
 import secrets
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import msgspec
 
 from pulse_rl import open_store
 from pulse_rl.disk import read_file, write_stream
@@ -35,6 +38,8 @@ FORMER = "config.toml"  # the settings of a run of an older release
 POLICIES = "policies"
 RUNNING = "running"
 LOG = "ray.log"
+NOW = "now.json"
+SUMMARY = "summary.json"
 REQUEST = "add-workers-"  # prefix of files that ask the driver for more workers
 DISMISSAL = "remove-workers-"  # likewise, for fewer
 LOCK_POLL_S = 0.1
@@ -77,7 +82,7 @@ def remove(directory: Path, *more: str) -> None:
 
     more: patterns of further files of it.
     """
-    patterns = (RECIPE, RUNNING, f"{REQUEST}*", f"{DISMISSAL}*", *more)
+    patterns = (RECIPE, RUNNING, NOW, f"{REQUEST}*", f"{DISMISSAL}*", *more)
     for path in [path for pattern in patterns for path in directory.glob(pattern)]:
         path.unlink()
     for empty in (*directory.glob(f"{POLICIES}/*"), directory / POLICIES, directory / "store", directory):
@@ -168,6 +173,12 @@ def _already_running(directory: Path) -> FileExistsError:
     return FileExistsError(
         f"the run in {directory} is going on: stop it first (Ctrl-C), or add workers by `pulse-rl rollout`"
     )
+
+
+def show(directory: Path, status: Mapping[str, Any]) -> None:
+    """Show other processes how a run stands. A disk that takes nothing does not end it."""
+    with suppress(OSError):
+        write_stream(directory / NOW, [msgspec.json.encode(status)])
 
 
 def request_workers(directory: Path, count: int, *, leaving: bool = False) -> None:

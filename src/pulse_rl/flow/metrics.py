@@ -12,11 +12,12 @@ Seconds are wall time: `wait_s` for batches, `train_s`, `publish_s`, and `total_
 import json
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from pulse_rl.disk import read_file, write_stream
+from pulse_rl.disk import open_file, write_stream
 
 METRICS = "metrics.jsonl"
+Records: TypeAlias = Sequence[dict[str, Any]]
 SUMMED_OVER_TRAINERS = ("tokens", "turns", "repeated")
 SUMMED_OVER_STEPS = (*SUMMED_OVER_TRAINERS, "wait_s", "train_s")  # of a round
 
@@ -24,7 +25,12 @@ SUMMED_OVER_STEPS = (*SUMMED_OVER_TRAINERS, "wait_s", "train_s")  # of a round
 def append(directory: Path, record: dict[str, Any]) -> None:
     """Add the line of one version."""
     with (directory / METRICS).open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(line(record))
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """A record as a line."""
+    return json.dumps(record) + "\n"
 
 
 def merge(records: Sequence[dict[str, Any]], summed: Container[str]) -> dict[str, Any]:
@@ -41,18 +47,48 @@ def mean_facts(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(each.get(name, 0.0) for each in facts) / len(facts) for name in names}
 
 
+class Reader:
+    """Reads the lines of a policy while they are written: each look takes in those that were added.
+
+    Attributes:
+        records: All lines so far, in order, without a last one that is not whole.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._path = directory / METRICS
+        self._file = 0  # its number on the disk: another one is a file that was cut back
+        self._read = 0  # bytes
+
+    def look(self) -> int:
+        """Take in what was added; return the number of records that were known: 0 where the file begins anew."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            self.records = []
+            return 0
+        if found.st_ino != self._file or found.st_size < self._read:
+            self.records, self._file, self._read = [], found.st_ino, 0
+        known = len(self.records)
+        if found.st_size > self._read:
+            with open_file(self._path) as file:
+                file.seek(self._read)
+                whole = file.read().rpartition(b"\n")[0]
+            self.records += [json.loads(each) for each in whole.splitlines()]
+            self._read += len(whole) + 1 if whole else 0
+        return known
+
+
 def read(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run, in order, without a last line that a crash cut off."""
-    path = directory / METRICS
-    if not path.exists():
-        return []
-    *whole, _ = read_file(path).decode().split("\n")
-    return [json.loads(line) for line in whole]
+    reader = Reader(directory)
+    reader.look()
+    return reader.records
 
 
 def cut_back(directory: Path, step: int) -> None:
     """Keep only the lines up to this step; the file is replaced whole or not at all."""
-    kept = "".join(json.dumps(record) + "\n" for record in read(directory) if record["step"] <= step)
+    kept = "".join(line(record) for record in read(directory) if record["step"] <= step)
     write_stream(directory / METRICS, [kept.encode()])
 
 

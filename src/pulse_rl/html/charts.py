@@ -7,9 +7,10 @@ POINTS numbers shows means of neighbours.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 FEW = 10  # whole numbers: up to this many, each has a mark
 POINTS = 400  # of a line: no screen shows more, and they are slow to draw
@@ -21,7 +22,7 @@ BYTES = "bytes"  # a format of axes: 1.5 MB
 FRACTION = ".5~p"  # a format of axes: 0.65%
 SPACED = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 4}  # names along x: some are left out
 
-Points = Sequence[tuple[float, float | None]]
+Points: TypeAlias = Sequence[tuple[float, float | None]] | NDArray[np.float64]  # of the latter each row is one
 
 
 class ChartAxis(NamedTuple):
@@ -101,7 +102,7 @@ def columns(shares: Mapping[str, Sequence[tuple[str, float]]], x: str, y: ChartA
         "color": _color(list(shares)),
         "tooltip": [_name(), {"field": "x", "title": x}, y.tooltip("y")],
     }
-    return _chart(values, {"mark": "bar", "encoding": encoding})
+    return _chart(_finite(values), {"mark": "bar", "encoding": encoding})
 
 
 def stacks(parts: Mapping[str, Points], x: ChartAxis, y: ChartAxis) -> dict[str, Any] | None:
@@ -137,7 +138,7 @@ def ranges(rows: Sequence[tuple[str, float, float, float]], x: ChartAxis) -> dic
     bars = {"x": x.encoding("x"), "y": y, "tooltip": tooltip}
     spread = {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}, "y": y, "tooltip": tooltip}
     return _chart(
-        values,
+        _finite(values),
         {
             "height": 34 * len(rows) + 50,
             "layer": [
@@ -161,7 +162,7 @@ def stacked_bars(rows: Sequence[tuple[str, str, float]], x: ChartAxis) -> dict[s
         "order": {"field": "rank"},
         "tooltip": [{"field": "y", "title": " "}, _name(), x.tooltip("x")],
     }
-    return _chart(values, {"height": 30 * len(names) + 50, "mark": "bar", "encoding": encoding})
+    return _chart(_finite(values), {"height": 30 * len(names) + 50, "mark": "bar", "encoding": encoding})
 
 
 def heat(cells: Mapping[tuple[str, int], float], x: str, value: ChartAxis) -> dict[str, Any] | None:
@@ -191,20 +192,21 @@ def heat(cells: Mapping[tuple[str, int], float], x: str, value: ChartAxis) -> di
         },
         "tooltip": [_name(), {"field": "x", "title": x}, value.tooltip("y")],
     }
-    return _chart(values, {"height": 26 * len(names) + 90, "mark": "rect", "encoding": encoding})
+    return _chart(_finite(values), {"height": 26 * len(names) + 90, "mark": "rect", "encoding": encoding})
 
 
 def _chart(values: list[dict[str, Any]], content: dict[str, Any]) -> dict[str, Any]:
-    finite = [
-        {
-            field: None if isinstance(value, float) and not math.isfinite(value) else value
-            for field, value in row.items()
-        }
-        for row in values
-    ]
     names = len(dict.fromkeys(row.get("series") for row in values))
     height = HEIGHT + LEGEND_ROW * max(0, names - 4)  # a long legend must not take the plot's room
-    return {"data": {"name": ROWS, "values": finite}, "width": "container", "height": height} | content
+    return {"data": {"name": ROWS, "values": values}, "width": "container", "height": height} | content
+
+
+def _finite(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with nothing in place of numbers that JSON has not."""
+    return [
+        {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in row.items()}
+        for row in rows
+    ]
 
 
 def _places(title: str | None, order: Sequence[object]) -> dict[str, Any]:
@@ -255,4 +257,4 @@ def _drawn(points: Points, x: ChartAxis, y: ChartAxis) -> list[tuple[float, floa
     if len(kept) > POINTS:
         edges = np.linspace(0, len(kept), POINTS + 1).astype(int)
         kept = np.add.reduceat(kept, edges[:-1]) / np.diff(edges)[:, None]
-    return list(map(tuple, kept.tolist()))
+    return [(a, b) for a, b in kept.tolist()]

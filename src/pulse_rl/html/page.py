@@ -25,7 +25,10 @@ from pulse_rl.version import __version__
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'; img-src data:"
 LIVE_POLICY = f"{POLICY}; connect-src 'self'"  # 'unsafe-eval': Vega compiles its expressions
 STYLE, SCRIPT = ((resources.files("pulse_rl.html") / name).read_text() for name in ("page.css", "page.js"))
-BAR = '<div class="bar"><span id="state" role="status">connecting</span> <button id="hold" type="button">Pause</button></div>'
+BAR = (
+    '<div class="bar"><span id="state" role="status">connecting</span> '
+    '<button id="hold" type="button">Pause</button></div>\n'
+)
 CARDS = 6  # of numbers in a row, at most
 CONFIG = {  # of every plot: the page's colours, which change with its scheme
     "background": None,

@@ -1,16 +1,22 @@
 """The plots and tables of one policy's metrics: what it learned, what was sent, how far behind its workers were."""
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
+import numpy as np
+
+from pulse_rl.flow.metrics import Records
 from pulse_rl.html import charts
 from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis, Points
 from pulse_rl.html.page import Plot
 from pulse_rl.units import nbytes
 
 SMOOTH = 8  # versions over which rewards are averaged
+LINES = 6  # workers that have a line each; of more, the one furthest behind, the median and the nearest
+LISTED = 100  # versions in the table of all
 
-Records = Sequence[dict[str, Any]]
 Table = tuple[Sequence[str], list[list[str]]]
 STEP = ChartAxis("optimizer step", whole=True)
 
@@ -29,7 +35,7 @@ def headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("lowest sparsity", f"{1 - max(summary['density']):.3%}", "of all versions"),
         ("bytes per version", nbytes(_mean(sent)), f"instead of {nbytes(summary['full_nbytes'])}"),
         ("reduction", f"{summary['reduction']:,.0f} ×", "fewer bytes than full weights"),
-        ("workers proved", f"{proved} of {len(summary['workers'])}", "hold the trainer's last bits"),
+        ("workers proved", f"{proved} of {len(summary['workers'])}", "hold what they were sent, bit for bit"),
     ]
     if spoilt := summary["nonfinite"]:
         found.append(("not finite", f"{spoilt:,}", "weights of the last version are NaN or infinite"))
@@ -38,122 +44,171 @@ def headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def plots(records: Records) -> list[Plot]:
-    """All plots of a policy's metrics."""
-    found = [each(records) for each in (reward, density, sent, reduction, lag, staleness, seconds)]
-    if "trainer_sync" in records[-1]:
-        found += [exchanged(records), exchange_density(records)]
-    return found
-
-
-def reward(records: Records) -> Plot:
-    rewards = [record["reward"] for record in records]
-    smooth = [_mean(rewards[max(0, at + 1 - SMOOTH) : at + 1]) for at in range(len(rewards))]
-    series: dict[str, Points] = {
-        "reward": _series(records, "reward"),
-        f"mean of {SMOOTH} versions": list(zip(_steps(records), smooth, strict=True)),
-        "solved": _series(records, "solved"),
+def _kept(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record that are drawn."""
+    lags = _lags(record).values() or (np.nan,)
+    found = {name: record[name] for name in _DRAWN} | {
+        "rest_s": max(0.0, record["total_s"] - sum(record[name] for name in ("wait_s", "train_s", "publish_s"))),
+        "most": max(lags),
+        "middle": median(lags),
+        "least": min(lags),
     }
-    return Plot(
-        "Reward",
-        "The mean reward of the completions trained on, its mean over the last versions, and the share of correct "
-        "completions. Prompts are new at every step, so single steps scatter.",
-        charts.lines(series, STEP, ChartAxis("mean reward; share solved", zero=True), dashed=["solved"]),
-    )
-
-
-def density(records: Records) -> Plot:
-    return Plot(
-        "Density",
-        "The share of the elements whose bits changed from one version to the next. Only these are sent.",
-        charts.lines(
-            {"density": _series(records, "density")}, STEP, ChartAxis("changed elements", FRACTION, zero=True)
-        ),
-    )
-
-
-def sent(records: Records) -> Plot:
-    return Plot(
-        "Bytes of a patch",
-        "What a worker fetches for one version. The full weights are "
-        f"{nbytes(records[-1]['full_nbytes'])}. The size follows the density.",
-        charts.lines({"patch": _series(records, "patch_nbytes")}, STEP, ChartAxis("a patch", BYTES, zero=True)),
-    )
-
-
-def reduction(records: Records) -> Plot:
-    return Plot(
-        "Reduction",
-        "The bytes of the full weights, divided by those of the patch.",
-        charts.lines(
-            {"reduction": _series(records, "reduction")}, STEP, ChartAxis("full bytes / patch bytes", zero=True)
-        ),
-    )
-
-
-def lag(records: Records) -> Plot:
-    series: dict[str, list[tuple[float, float | None]]] = {}
-    for record in records:
-        for name, held in sorted(record["workers"].items()):
-            if held is not None:  # None: it has proved no version yet
-                series.setdefault(name, []).append((record["step"], record["version"] - held))
-    return Plot(
-        "Lag of the workers",
-        "How many versions each worker's proved weights were behind the newest one, when that was recorded. A worker "
-        "takes the next version when it has finished sampling, so 1 is usual. A worker whose line rises is too slow.",
-        charts.lines(series, STEP, ChartAxis("versions behind", zero=True, whole=True)),
-    )
-
-
-def staleness(records: Records) -> Plot:
-    return Plot(
-        "Staleness",
-        "How many versions old the weights were that made a step's completions, as a mean. The clipped ratio of "
-        "probabilities corrects for it. What is too old is dropped: see the groups of each policy.",
-        charts.lines({"staleness": _series(records, "staleness")}, STEP, ChartAxis("versions, mean", zero=True)),
-    )
-
-
-def exchanged(records: Records) -> Plot:
-    rounds = [(record["step"], record["trainer_sync"]) for record in records]
-    series: dict[str, Points] = {
-        records[-1]["trainer_sync"]["mode"]: [(step, _mean(one["sent_nbytes"])) for step, one in rounds],
-        "DiLoCo": [(step, one["dense_nbytes"]) for step, one in rounds],
-        "DDP": [(step, one["ddp_nbytes"]) for step, one in rounds],
+    if (sync := record.get("trainer_sync")) is None:
+        return found
+    return found | {
+        "sent_nbytes": _mean(sync["sent_nbytes"]),
+        **{f"sync_{name}": sync[name] for name in ("dense_nbytes", "ddp_nbytes", "density")},
     }
-    return Plot(
-        "Bytes that a trainer sends in a round",
-        "The trainers' mean, next to what a trainer sends in the same round by DiLoCo (the whole pseudo-gradient in "
-        "FP32) and by DDP (the gradients of every step).",
-        charts.lines(series, STEP, ChartAxis("a trainer and round", BYTES, log=True), dashed=["DiLoCo", "DDP"]),
-    )
 
 
-def exchange_density(records: Records) -> Plot:
-    series = {"density": [(record["step"], record["trainer_sync"]["density"]) for record in records]}
-    return Plot(
-        "Density between trainers",
-        "The share of the pseudo-gradient's elements that a trainer sends in a round: those that the next forward pass "
-        "can see. The rest is kept and added in the next round.",
-        charts.lines(series, STEP, ChartAxis("sent elements", FRACTION, zero=True)),
-    )
+_DRAWN = (
+    "step",
+    "reward",
+    "solved",
+    "loss",
+    "density",
+    "patch_nbytes",
+    "reduction",
+    "staleness",
+    "wait_s",
+    "train_s",
+    "publish_s",
+)
 
 
-def seconds(records: Records) -> Plot:
-    series: dict[str, Points] = {
-        "waiting": _series(records, "wait_s"),
-        "training": _series(records, "train_s"),
-        "publishing": _series(records, "publish_s"),
-        "the rest": [
-            (r["step"], max(0.0, r["total_s"] - r["wait_s"] - r["train_s"] - r["publish_s"])) for r in records
-        ],
-    }
-    return Plot(
-        "Seconds of a version",
-        "A trainer's wall time: waiting for completions, training, publishing and the rest. Waiting means that the "
-        "rollout workers are slower than the trainer. Publishing is what the weight channel costs the trainer.",
-        charts.stacks(series, STEP, ChartAxis("seconds", zero=True)),
-    )
+def _lags(record: dict[str, Any]) -> dict[str, int]:
+    """How many versions each worker was behind; of one that has proved none yet, nothing."""
+    return {name: record["version"] - held for name, held in sorted(record["workers"].items()) if held is not None}
+
+
+class Series:
+    """The numbers of a policy's records that are drawn, in columns that grow with the records."""
+
+    def __init__(self, records: Iterable[dict[str, Any]] = ()) -> None:
+        self.last: dict[str, Any] = {}
+        self._columns: dict[str, array[float]] = {}
+        self._lags: dict[str, list[tuple[float, float]]] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in the record of the next version."""
+        self.last = record
+        for name, value in _kept(record).items():
+            self._columns.setdefault(name, array("d")).append(value)
+        if len(self._lags) <= LINES:
+            for name, lag in _lags(record).items():
+                self._lags.setdefault(name, []).append((record["step"], lag))
+
+    def of(self, name: str) -> Points:
+        """The points of a number over the steps."""
+        return self._points(np.array(self._columns[name]))
+
+    def plots(self) -> list[Plot]:
+        """All plots of the policy."""
+        found = [
+            self._reward(),
+            Plot(
+                "Loss",
+                "What a step minimised. It says little by itself: of GRPO it is near 0 where a policy learns well.",
+                self._lines("loss", loss="loss"),
+            ),
+            Plot(
+                "Density",
+                "The share of the elements whose bits changed from one version to the next. Only these are sent.",
+                self._lines("changed elements", FRACTION, density="density"),
+            ),
+            Plot(
+                "Bytes of a patch",
+                "What a worker fetches for one version. The full weights are "
+                f"{nbytes(self.last['full_nbytes'])}. The size follows the density.",
+                self._lines("a patch", BYTES, patch="patch_nbytes"),
+            ),
+            Plot(
+                "Reduction",
+                "The bytes of the full weights, divided by those of the patch.",
+                self._lines("full bytes / patch bytes", reduction="reduction"),
+            ),
+            self._lag(),
+            Plot(
+                "Staleness",
+                "How many versions old the weights were that made a step's completions, as a mean. The clipped ratio "
+                "of probabilities corrects for it. What is too old is dropped: see the groups of each policy.",
+                self._lines("versions, mean", staleness="staleness"),
+            ),
+            self._seconds(),
+        ]
+        if "trainer_sync" in self.last:
+            found += [self._exchanged(), self._exchange_density()]
+        return found
+
+    def _points(self, values: np.ndarray[Any, Any]) -> Points:
+        points: Points = np.stack([np.array(self._columns["step"]), values], 1)
+        return points
+
+    def _lines(self, title: str, form: str = "", **names: str) -> dict[str, Any] | None:
+        series = {shown: self.of(name) for shown, name in names.items()}
+        return charts.lines(series, STEP, ChartAxis(title, form, zero=True))
+
+    def _reward(self) -> Plot:
+        rewards = np.array(self._columns["reward"])
+        sums = np.cumsum(np.concatenate([np.zeros(SMOOTH), rewards]))
+        counts = np.minimum(np.arange(len(rewards)) + 1, SMOOTH)
+        series = {
+            "reward": self.of("reward"),
+            f"mean of {SMOOTH} versions": self._points((sums[SMOOTH:] - sums[:-SMOOTH]) / counts),
+            "solved": self.of("solved"),
+        }
+        return Plot(
+            "Reward",
+            "The mean reward of the completions trained on, its mean over the last versions, and the share of correct "
+            "completions. Prompts are new at every step, so single steps scatter.",
+            charts.lines(series, STEP, ChartAxis("mean reward; share solved", zero=True), dashed=["solved"]),
+        )
+
+    def _lag(self) -> Plot:
+        few = len(self._lags) <= LINES
+        all_of_them = {"furthest behind": "most", "median": "middle", "nearest": "least"}
+        series: dict[str, Points] = {**self._lags} if few else {name: self.of(at) for name, at in all_of_them.items()}
+        return Plot(
+            "Lag of the workers",
+            "How many versions each worker's proved weights were behind the newest one, when that was recorded. A "
+            "worker takes the next version when it has finished sampling, so 1 is usual. A worker whose line rises is "
+            "too slow.",
+            charts.lines(series, STEP, ChartAxis("versions behind", zero=True, whole=True)),
+        )
+
+    def _exchanged(self) -> Plot:
+        series = {
+            self.last["trainer_sync"]["mode"]: self.of("sent_nbytes"),
+            "DiLoCo": self.of("sync_dense_nbytes"),
+            "DDP": self.of("sync_ddp_nbytes"),
+        }
+        return Plot(
+            "Bytes that a trainer sends in a round",
+            "The trainers' mean, next to what a trainer sends in the same round by DiLoCo (the whole pseudo-gradient "
+            "in FP32) and by DDP (the gradients of every step).",
+            charts.lines(series, STEP, ChartAxis("a trainer and round", BYTES, log=True), dashed=["DiLoCo", "DDP"]),
+        )
+
+    def _exchange_density(self) -> Plot:
+        return Plot(
+            "Density between trainers",
+            "The share of the pseudo-gradient's elements that a trainer sends in a round: those that the next forward "
+            "pass can see. The rest is kept and added in the next round.",
+            self._lines("sent elements", FRACTION, density="sync_density"),
+        )
+
+    def _seconds(self) -> Plot:
+        names = {"waiting": "wait_s", "training": "train_s", "publishing": "publish_s", "the rest": "rest_s"}
+        return Plot(
+            "Seconds of a version",
+            "A trainer's wall time: waiting for completions, training, publishing and the rest. Waiting means that the "
+            "rollout workers are slower than the trainer. Publishing is what the weight channel costs the trainer.",
+            charts.stacks(
+                {shown: self.of(name) for shown, name in names.items()}, STEP, ChartAxis("seconds", zero=True)
+            ),
+        )
 
 
 def exchange_table(sync: dict[str, Any]) -> list[list[str]]:
@@ -192,16 +247,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of the table of vers
 
 
 def versions(records: Records) -> Table:
-    rows = [[form(record[name]) for name, (_, form) in COLUMNS.items()] for record in records]
+    """The last versions."""
+    rows = [[form(record[name]) for name, (_, form) in COLUMNS.items()] for record in records[-LISTED:]]
     return [title for title, _ in COLUMNS.values()], rows
-
-
-def _series(records: Records, name: str) -> Points:
-    return [(record["step"], record[name]) for record in records]
-
-
-def _steps(records: Records) -> list[int]:
-    return [record["step"] for record in records]
 
 
 def _mean(numbers: Sequence[float]) -> float:

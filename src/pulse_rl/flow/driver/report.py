@@ -3,6 +3,7 @@
 It is made from the policies' metrics and the summary alone.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from pulse_rl.disk import write_stream
 from pulse_rl.flow import metrics
 from pulse_rl.flow.directory import POLICIES
 from pulse_rl.flow.driver import plots
-from pulse_rl.flow.driver.plots import Records, Table
+from pulse_rl.flow.driver.plots import Series, Table
 from pulse_rl.flow.driver.summary import PARTS
+from pulse_rl.flow.metrics import Records
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.html.page import Page
 from pulse_rl.units import nbytes
@@ -33,14 +35,19 @@ def write(recipe: Recipe, summary: dict[str, Any]) -> Path:
     """
     records: dict[str, Records] = {name: metrics.read(recipe.files(name)) for name in summary["policies"]}
     path = recipe.directory / REPORT
-    write_stream(path, [html(summary, records).encode()])
+    write_stream(path, [draw(summary, records).html().encode()])
     return path
 
 
-def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
-    """The report as one HTML document that refers to nothing outside it.
+def draw(
+    summary: dict[str, Any],
+    records: Mapping[str, Records],
+    series: Mapping[str, Series] | None = None,
+    now: Callable[[Page], None] = lambda page: None,
+) -> Page:
+    """The page of a run.
 
-    records: of each policy. Raises MissingExtraError without the extra `study`.
+    records: of each policy. series: made of them; None to make them. now: adds what is only known while it goes on.
     """
     policies = summary["policies"]
     played = " on ".join(filter(None, [summary["workflow"], summary["task"]]))
@@ -53,18 +60,22 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     stopped = summary["stopped"]
     warnings = [policy["warning"] for policy in policies.values()]
     page.points([*filter(None, [stopped and stopped["sentence"], *warnings])])
+    now(page)
     for name, policy in policies.items():
         of = f" of {name}" if len(policies) > 1 else ""
         page.numbers([(f"{what}{of}", value, remark) for what, value, remark in plots.headline(policy)])
     for name, found in records.items():
         if found:
             page.heading(f"The policy {name}")
-            for plot in plots.plots(found):
+            for plot in (series[name] if series else Series(found)).plots():
                 page.plot(plot)
             if sync := policies[name]["trainer_sync"]:
                 title = f"What the trainers of {name} sent each other"
                 page.table(title, ("", "of the run"), plots.exchange_table(sync))
-            page.table(f"Every version of {name}", *plots.versions(found), folded=True)
+            last = (
+                "Every version" if len(found) <= plots.LISTED else f"The last {plots.LISTED} of {len(found):,} versions"
+            )
+            page.table(f"{last} of {name}", *plots.versions(found), folded=True)
     page.heading("Where the time went")
     page.table("A trainer of each policy, in seconds", *_trainer_seconds(summary))
     page.table("Workers, in seconds since each was started last", *_worker_seconds(summary))
@@ -82,12 +93,12 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
         page.table("Tasks that were given up", ("problem", "errors"), rows)
     if summary["windows"]:
         page.table("Evaluation windows", *_windows(summary))
-    page.heading("Weights at the end")
+    page.heading("Weights at the end" if summary["ended"] else "Weights")
     page.table("Trainers and workers", *_weights(summary))
-    return page.html()
+    return page
 
 
-def _files(records: dict[str, Records]) -> str:
+def _files(records: Mapping[str, Records]) -> str:
     """Where the numbers of each policy are, below the run's directory: as `Recipe.files` says."""
     names = [name for name, found in records.items() if found]
     files = [f"{POLICIES}/{name}/{metrics.METRICS}" for name in names] if len(records) > 1 else [metrics.METRICS]
@@ -177,9 +188,15 @@ def _weights(summary: dict[str, Any]) -> Table:
     columns = ("policy", "who", "version", "digest", "bits", "syncs", "fetched", "syncing")
     rows = []
     for name, policy in summary["policies"].items():
-        rows.append([name, "trainer", str(policy["trainer_version"]), policy["trainer_digest"], "", "", "", ""])
+        rows.append(
+            [name, "trainer", _or_dash(policy["trainer_version"]), policy["trainer_digest"] or "–", "", "", "", ""]
+        )
         for worker in policy["workers"]:
-            bits = "proved" if worker["verified"] else "NOT IDENTICAL"
+            bits = "proved" if worker["verified"] else "NOT IDENTICAL" if summary["ended"] else "not yet"
             counted = [str(worker["syncs"]), nbytes(worker["fetched_nbytes"]), f"{worker['sync_s']:.1f} s"]
-            rows.append([name, worker["id"], str(worker["version"]), worker["digest"], bits, *counted])
+            rows.append([name, worker["id"], _or_dash(worker["version"]), worker["digest"] or "–", bits, *counted])
     return columns, rows
+
+
+def _or_dash(version: int | None) -> str:
+    return "–" if version is None else str(version)

@@ -37,6 +37,7 @@ from pulse_rl.watch.measurements import run_name
 from pulse_rl.watch.runs import RunMeter
 
 POLL_S = 0.25  # between the driver's polls of the board
+SHOW_S = 1.0  # between what it shows to other processes
 FINISH_S = 300  # for workers to catch up with the last versions
 OF_SERVICES = (f"{JOURNAL}*", LOCK, "trainer*.lock", f"{run_directory.POLICIES}/*/trainer*.lock")  # their files
 
@@ -134,7 +135,7 @@ def train(
     sentence = f"stopped at step {result['steps']} of {recipe.steps}; {_recovery_hint(recipe)}"
     by = signal.Signals(stop_requested() or signal.SIGINT).name
     result["stopped"] = {"by": by, "sentence": sentence} if result["steps"] < recipe.steps else None
-    write_stream(recipe.directory / "summary.json", [f"{json.dumps(result, indent=2)}\n".encode()])
+    write_stream(recipe.directory / run_directory.SUMMARY, [f"{json.dumps(result, indent=2)}\n".encode()])
     try:
         report.write(recipe, result)
     except Exception as error:  # noqa: BLE001  # the run is complete, with or without its report
@@ -168,6 +169,7 @@ class _Driver:
         self._notes: dict[str, str] = {}  # of trainers, as shown
         self._pid: int | None = None  # of the Dataflow's process
         self._revived = 0  # times that it was made again
+        self._show_next = time.monotonic()
 
     def watch(self) -> dict[str, dict[str, Any]]:
         """Follow the run until the trainers have ended, and the windows are done; return what the trainers returned."""
@@ -224,7 +226,8 @@ class _Driver:
             self._pools.poll()
             self._update()
         status = self._update() | {"restarts": self._revived}
-        return summary(self._recipe, finals, self._pools.results(), status)
+        records = {name: metrics.read(self._recipe.files(name)) for name in self._recipe.policies}
+        return summary(self._recipe, records, finals, self._pools.results(), status)
 
     def _update(self) -> dict[str, Any]:
         status: dict[str, Any] = self._dataflow.status()
@@ -247,6 +250,10 @@ class _Driver:
             if self._notes.get(who) != note:
                 self._display.log(note)
         self._notes |= notes
+        if time.monotonic() >= self._show_next:
+            self._show_next = time.monotonic() + SHOW_S
+            shown = status | {"restarts": self._revived, "notes": self._notes}
+            run_directory.show(self._recipe.directory, shown)
         return status
 
 
@@ -254,32 +261,29 @@ class _Records:
     """The metrics of all policies, as they are written."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._files = {name: recipe.files(name) for name in recipe.trained}
-        self._shown = {name: len(metrics.read(files)) for name, files in self._files.items()}
-        self._sizes = dict.fromkeys(self._files, -1)
+        self._readers = {name: metrics.Reader(recipe.files(name)) for name in recipe.trained}
+        self._shown = dict.fromkeys(self._readers, 0)
         self._bounds = {name: recipe.policies[name].max_staleness for name in recipe.trained}
-        self._last = {name: deque[dict[str, Any]](maxlen=RECENT + 1) for name in self._files}
-        self._seen = dict.fromkeys(self._files, time.monotonic())  # when each policy's last record came
+        self._last = {name: deque[dict[str, Any]](maxlen=RECENT + 1) for name in self._readers}
+        self._seen = dict.fromkeys(self._readers, time.monotonic())  # when each policy's last record came
         self.steps = _steps(recipe)  # of each trained policy
+        for name, reader in self._readers.items():
+            reader.look()
+            self._shown[name] = len(reader.records)
 
     def new(self) -> list[dict[str, Any]]:
         """The records since the last call, each with its policy."""
         found = []
-        for name, files in self._files.items():
-            path = files / metrics.METRICS
-            size = path.stat().st_size if path.exists() else 0
-            if size == self._sizes[name]:
-                continue
-            self._sizes[name] = size
-            records = metrics.read(files)
-            shown = min(self._shown[name], len(records))  # a trainer that starts again repeats steps
-            found += [{"policy": name} | record for record in records[shown:]]
-            self._last[name].extend(records[shown:])
-            if records[shown:]:
+        for name, reader in self._readers.items():
+            reader.look()
+            shown = min(self._shown[name], len(reader.records))  # a trainer that starts again repeats steps
+            self._shown[name] = len(reader.records)
+            if new := reader.records[shown:]:
+                found += [{"policy": name} | record for record in new]
+                self._last[name].extend(new)
                 self._seen[name] = time.monotonic()
-            self._shown[name] = len(records)
-            if records:
-                self.steps[name] = records[-1]["step"]
+            if reader.records:
+                self.steps[name] = reader.records[-1]["step"]
         return found
 
     def alarms(self, *, ended: bool) -> dict[str, tuple[Alarm, ...]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pulse_rl.flow import metrics
+from pulse_rl.flow.metrics import Records
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.watch.alarms import dead
 
@@ -19,15 +20,17 @@ WORKER = ("host", "played", "failed", "refused", "start_s", "idle_s", "seconds",
 
 def summary(
     recipe: Recipe,
+    records: Mapping[str, Records],
     finals: Mapping[str, Mapping[str, Any]],
     workers: Sequence[Mapping[str, Any]],
     status: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The summary of a run, over all its steps, those before a resume included.
 
-    finals: each policy's last version and digest. workers: what each holds at its end. status: the Dataflow's.
+    records: of each policy. finals: its last version and digest. workers: what each holds at its end. status: the
+    Dataflow's.
     """
-    policies = {name: _policy(recipe, name, finals[name], workers, status) for name in recipe.policies}
+    policies = {name: _policy(recipe, name, records[name], finals[name], workers, status) for name in recipe.policies}
     found = {
         "run": str(recipe.directory),
         "recipe": recipe.name,
@@ -35,6 +38,7 @@ def summary(
         "task": recipe.workflow.settings.get("task"),
         "steps": min(policies[name]["steps"] for name in recipe.trained),
         "seconds": max(policy["total_s"] for policy in policies.values()),  # without starting and stopping
+        "ended": status["ended"],
         "stopped": None,  # or by which signal, and how to go on
         "policies": policies,
         "workers": [_worker(worker) for worker in workers],
@@ -55,12 +59,12 @@ def summary(
 def _policy(
     recipe: Recipe,
     name: str,
+    records: Records,
     final: Mapping[str, Any],
     workers: Sequence[Mapping[str, Any]],
     status: Mapping[str, Any],
 ) -> dict[str, Any]:
     given = recipe.policies[name]
-    records = metrics.read(recipe.files(name))
     sent = [record["patch_nbytes"] for record in records]
     full = records[-1]["full_nbytes"] if records else 0
     counted = status["policies"].get(name, {})
@@ -91,7 +95,10 @@ def _policy(
         **(seconds := {key: sum(record[key] for record in records) for key in SUMMED}),
         "rest_s": max(0.0, seconds["total_s"] - sum(seconds[key] for key in PARTS)),
         "workers": [
-            {"id": worker["id"], **_held(worker["policies"][name], final["digest"], left=worker["left"])}
+            {
+                "id": worker["id"],
+                **_held(worker["policies"][name], final["digest"], at_end=status["ended"] and not worker["left"]),
+            }
             for worker in workers
             if name in worker["policies"]
         ],
@@ -125,9 +132,9 @@ def _trainer_sync(given: PolicyRecipe, records: Sequence[dict[str, Any]]) -> dic
     }
 
 
-def _held(held: Mapping[str, Any], final: str, *, left: bool) -> dict[str, Any]:
+def _held(held: Mapping[str, Any], final: str, *, at_end: bool) -> dict[str, Any]:
     """What a worker holds of a policy. One that left before the end has proved the version that it held then."""
-    return {key: held[key] for key in HELD} | {"verified": held["verified"] if left else held["digest"] == final}
+    return {key: held[key] for key in HELD} | {"verified": held["digest"] == final if at_end else held["verified"]}
 
 
 def _balance(policies: Mapping[str, Mapping[str, Any]], workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class RolloutWorker:
             for service in running:
                 service.cancel()
         await self._call("leave", self._name)
-        return {"id": self._name, "pool": self._pool.name, **self._facts()}
+        return self._facts()
 
     async def _load(self) -> bool:
         """Load the newest version of every policy, once there is one; False if it is asked to stop before."""
@@ -200,6 +200,8 @@ class RolloutWorker:
 
     def _facts(self) -> dict[str, Any]:
         return {
+            "id": self._name,
+            "pool": self._pool.name,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "restarting": False,

@@ -1,0 +1,179 @@
+"""A run as a page, while it goes on and afterwards: its report, with what is only known now.
+
+It is read from the run's directory alone: the recipe, the metrics, what the driver shows each second, and the summary
+of a run that has ended. So it can be watched from any machine that has the directory, and a run knows nothing of it.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pulse_rl.disk import read_file
+from pulse_rl.flow import directory as run_directory
+from pulse_rl.flow.driver import report
+from pulse_rl.flow.driver.plots import Series
+from pulse_rl.flow.driver.summary import HELD, WORKER, summary
+from pulse_rl.flow.metrics import METRICS, Reader
+from pulse_rl.flow.recipe_file import saved
+from pulse_rl.html.page import Page
+from pulse_rl.units import seconds
+from pulse_rl.watch.alarms import RECENT, Alarm, alarms_of_records
+from pulse_rl.watch.live import Paced
+
+NOTHING: dict[str, Any] = {  # of a run of which its driver has shown nothing yet
+    "policies": {},
+    "frozen": {},
+    "workers": {},
+    "ended": False,
+    "restarts": 0,
+    "tasks": {},
+    "skipped": {},
+    "given_up": [],
+    "windows": {},
+    "balance": {"sentence": "the driver has shown nothing yet"},
+    "notes": {},
+}
+
+
+class RunSource:
+    """A run that is watched. Raises FileNotFoundError where there is none, ValueError for a recipe that is broken."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = str(directory)
+        self._recipe = msgspec.structs.replace(saved(directory), out=str(directory))
+        self._readers = {name: Reader(self._recipe.files(name)) for name in self._recipe.policies}
+        self._series = {name: Series() for name in self._readers}
+        self._so_far = Paced(self._summary)
+        self._files: dict[str, tuple[float, Any]] = {}  # when each was written, and what it holds
+
+    def look(self) -> Page:
+        """Read what is new, and draw it."""
+        for name, reader in self._readers.items():
+            known = reader.look()
+            if known == 0:
+                self._series[name] = Series()
+            for record in reader.records[known:]:
+                self._series[name].add(record)
+            for record in reader.records[max(0, known - RECENT) : -RECENT]:
+                record["workers"] = {}  # which are drawn already, and take most of the memory
+        records = {name: reader.records for name, reader in self._readers.items()}
+        going_on = run_directory.running(self._recipe.directory)
+        result = None if going_on else self._result()
+        if result is not None:
+            return report.draw(result, records, self._series)
+        return report.draw(self._so_far.get(), records, self._series, lambda page: self._now(page, going_on=going_on))
+
+    def _summary(self) -> dict[str, Any]:
+        """The summary of what has come so far."""
+        shown = self._shown()
+        return summary(
+            self._recipe,
+            {name: reader.records for name, reader in self._readers.items()},
+            {name: _final(name, shown) for name in self._recipe.policies},
+            [_worker(name, one["facts"]) for name, one in shown["workers"].items() if one["facts"].get("policies")],
+            shown,
+        )
+
+    def _shown(self) -> dict[str, Any]:
+        """What the driver has shown last."""
+        return self._file(run_directory.NOW) or NOTHING
+
+    def _file(self, name: str) -> Any:
+        """What a JSON file of the run holds; None without it."""
+        path = self._recipe.directory / name
+        try:
+            written = path.stat().st_mtime
+            if self._files.get(name, (0.0, None))[0] != written:
+                self._files[name] = (written, json.loads(read_file(path)))
+        except FileNotFoundError:
+            return None
+        return self._files[name][1]
+
+    def _result(self) -> dict[str, Any] | None:
+        """The summary of a run that has ended; not one that a resumed run has made old."""
+        result: dict[str, Any] | None = self._file(run_directory.SUMMARY)
+        now = self._files.get(run_directory.NOW, (0.0, None))[0]
+        return result if result is not None and self._files[run_directory.SUMMARY][0] >= now else None
+
+    def _now(self, page: Page, *, going_on: bool) -> None:
+        """Alarms, and how trainers and workers stand."""
+        shown = self._shown()
+        alarms: list[Alarm] = []
+        rows = []
+        for name, reader in self._readers.items():
+            policy = self._recipe.policies[name]
+            age = self._age(name)
+            if policy.trained:
+                recent = reader.records[-RECENT - 1 :]
+                bound, ended = policy.max_staleness, not going_on
+                alarms += alarms_of_records(name, recent, bound=bound, age_s=age or 0.0, ended=ended)
+            last = reader.records[-1] if reader.records else {}
+            of = shown["policies"].get(name, {})
+            rows.append(
+                [
+                    name,
+                    f"{last.get('step', 0)}/{self._recipe.steps}" if policy.trained else "frozen",
+                    str(last.get("version", "–")),
+                    "–" if age is None else f"{seconds(age)} ago",
+                    f"{last['reward']:.3f}" if last else "–",
+                    f"{last['loss']:+.4f}" if last else "–",
+                    str(of.get("ready", "–")),
+                    str(of.get("coming", "–")),
+                    str(sum(of.get("dropped", {}).values())),
+                ]
+            )
+        dead = "the run is not going on, and has written no summary: it was killed or has crashed. Continue it with"
+        stopped = [] if going_on else [f"{dead} pulse-rl train --resume {self.name}"]
+        page.points([*stopped, *(f"{alarm.of}: {alarm.sentence}" for alarm in alarms)], alarm=True)
+        page.heading("Now" if going_on else "When it ended")
+        columns = ("policy", "step", "version", "came", "reward", "loss", "groups ready", "coming", "dropped")
+        page.table("Policies", columns, rows)
+        page.points([shown["balance"]["sentence"]])
+        columns = ("worker", "state", "host", "tasks", "done", "failed", "holds", "behind", "last error")
+        page.table(
+            "Workers",
+            columns,
+            [self._row(name, one) for name, one in shown["workers"].items()],
+        )
+        page.points([f"{who}: {note}" for who, note in shown["notes"].items()])
+
+    def _age(self, policy: str) -> float | None:
+        """Seconds since a policy's last version."""
+        try:
+            return max(0.0, time.time() - (self._recipe.files(policy) / METRICS).stat().st_mtime)
+        except FileNotFoundError:
+            return None
+
+    def _row(self, name: str, worker: Mapping[str, Any]) -> list[str]:
+        facts = worker["facts"]
+        held = {policy: one["version"] for policy, one in facts.get("policies", {}).items()}
+        newest = {policy: self._series[policy].last.get("version") for policy in held if policy in self._series}
+        behind = [newest[policy] - have for policy, have in held.items() if have is not None and newest.get(policy)]
+        return [
+            name,
+            "restarting" if facts.get("restarting") else "left out" if facts.get("left_out") else worker["state"],
+            facts.get("host", "–"),
+            f"{worker['tasks']}/{worker['slots']}",
+            str(worker["done"]),
+            str(worker["failed"]),
+            ", ".join(f"{policy} {have}" for policy, have in held.items() if have is not None) or "–",
+            str(max(0, *behind)) if behind else "–",
+            worker["error"] or "–",
+        ]
+
+
+def _final(policy: str, status: Mapping[str, Any]) -> dict[str, Any]:
+    """The newest version of a policy, as a run's end gives its last."""
+    of = status["policies"].get(policy) or {"version": status["frozen"].get(policy), "digest": ""}
+    return {"version": of["version"], "digest": of["digest"], "restarts": 0}
+
+
+def _worker(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker has said last, as it says it at its end."""
+    empty: dict[str, Any] = dict.fromkeys(WORKER, 0) | {"id": name, "pool": "", "left": False}
+    policies = {policy: dict.fromkeys(HELD, 0) | dict(held) for policy, held in facts["policies"].items()}
+    return empty | dict(facts) | {"policies": policies}

@@ -1,0 +1,194 @@
+"""The live page: one server shows any number of runs and stores, and changes what it shows as they do.
+
+A source looks at something and draws a `Page`, as a report is drawn. The server sends the page, and then by
+server-sent events those of its blocks that have changed. It looks only while somebody reads, and so often that looking
+takes at most a `SHARE` of a core.
+
+It listens on this machine alone, to requests that name this machine (a page elsewhere could otherwise let a name of
+its own lead here), or where it is told to listen: then a request needs the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from pulse_rl.errors import PulseError, one_line, require
+from pulse_rl.html.page import Page
+from pulse_rl.logs import logger
+from pulse_rl.watch.exporters import HOST
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+SHARE = 0.015  # of a core, for all sources together; sending takes a little more
+LOOK_S = 1.0  # between two looks at a source, at least
+SAVED_S = 20.0  # seconds of whose share the next look may take, where those before took less
+PACE = 100  # times as long as what costs much took, until it is made anew
+ALIVE_S = 15.0  # after which a reader is told that there is nothing new, so that one who is gone is noticed
+log = logger(__name__)
+T = TypeVar("T")
+LOOPBACK = (HOST, "localhost", "::1")
+
+
+class Source(Protocol):
+    """Something to watch."""
+
+    name: str
+
+    def look(self) -> Page:
+        """Read what is new, in a thread, and draw the page. Raises PulseError, OSError or ValueError."""
+
+
+class Paced(Generic[T]):
+    """What costs much, made anew from time to time only. make: makes it.
+
+    Attributes:
+        made: When it was made last, in seconds since 1970; 0 for never.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.made = self._due = 0.0
+        self._make = make
+
+    def get(self) -> T:
+        """What was made last. Raises what making it raises."""
+        if time.monotonic() >= self._due:
+            began = time.process_time()
+            self._value = self._make()
+            self.made = time.time()
+            self._due = time.monotonic() + PACE * (time.process_time() - began)
+        return self._value
+
+
+class LivePage:
+    """The application of a live page. token: what a request has to know; None for requests of this machine alone.
+
+    Raises MissingExtraError without the extra `watch`.
+    """
+
+    def __init__(self, sources: Sequence[Source], token: str | None = None) -> None:
+        self._web = require("aiohttp.web", "watch")
+        self._sources = sources
+        self._token = token
+        self._pages = [Page(source.name, "is being read …") for source in sources]
+        self._encoded: list[list[bytes]] = [[] for _ in sources]  # the blocks of each page, as JSON
+        self._readers = 0
+        self._changed = asyncio.Condition()  # another block, or another reader
+
+    def application(self) -> web.Application:
+        """What aiohttp serves."""
+        application = self._web.Application()
+        application.add_routes([self._web.get("/", self._show), self._web.get("/events", self._tell)])
+        application.cleanup_ctx.append(self._looking)
+        return application
+
+    async def _looking(self, _: object) -> Any:
+        """Look at all sources as long as the server runs."""
+        tasks = [asyncio.create_task(self._look(number)) for number in range(len(self._sources))]
+        yield
+        for task in tasks:
+            task.cancel()
+
+    async def _look(self, number: int) -> None:
+        due = time.monotonic()
+        for looks in count():
+            page, encoded, took = await asyncio.to_thread(_look, self._sources[number])
+            async with self._changed:
+                self._pages[number], self._encoded[number] = page, encoded
+                self._changed.notify_all()
+            now = time.monotonic()
+            if looks:  # the first one takes in all that was there
+                due = max(due, now - SAVED_S) + took * len(self._sources) / SHARE
+            await asyncio.sleep(max(LOOK_S, due - now))
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._readers)
+
+    async def _show(self, request: web.Request) -> web.Response:
+        """The page as it is now."""
+        self._admit(request)
+        whole = Page(", ".join(source.name for source in self._sources), "")
+        whole.blocks = [block for page in self._pages for block in page.blocks]
+        html = await asyncio.to_thread(whole.html, live=True)
+        headers = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
+        return self._web.Response(text=html, content_type="text/html", headers=headers)
+
+    async def _tell(self, request: web.Request) -> web.StreamResponse:
+        """All blocks, then those that change."""
+        self._admit(request)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        response = self._web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        sent: list[bytes] = []
+        self._readers += 1
+        async with self._changed:
+            self._changed.notify_all()
+        try:
+            while True:
+                now = [block for page in self._encoded for block in page]
+                await response.write(_event(sent, now))
+                sent = now
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ALIVE_S), self._changed:
+                        await self._changed.wait()
+        except ConnectionError:
+            return response
+        finally:
+            self._readers -= 1
+
+    def _admit(self, request: web.Request) -> None:
+        """Refuse a request that does not know the token, or without one, does not name this machine."""
+        if self._token is None:
+            if (request.url.host or "") not in LOOPBACK:
+                raise self._web.HTTPForbidden(text="this page is for requests to 127.0.0.1 or localhost; see --listen")
+        elif not hmac.compare_digest(request.query.get("token", "").encode(), self._token.encode()):
+            raise self._web.HTTPForbidden(text="the address that `pulse-rl watch` printed ends with ?token=…")
+
+
+def _look(source: Source) -> tuple[Page, list[bytes], float]:
+    """The page of a source, each of its blocks as the end of a JSON array, and the processor seconds that it took."""
+    began = time.thread_time()
+    try:
+        page = source.look()
+    except Exception as error:  # what is wrong with one source must not end the others
+        if not isinstance(error, (PulseError, OSError, ValueError)):
+            log.exception("%s cannot be shown", source.name)
+        page = Page(source.name, "")
+        page.points([f"cannot be read: {type(error).__name__}: {one_line(error)}"], alarm=True)
+    return page, [msgspec.json.encode(block)[1:] for block in page.blocks], time.thread_time() - began
+
+
+def _event(sent: Sequence[bytes], now: Sequence[bytes]) -> bytes:
+    """What makes a reader that was sent these blocks show those; a comment where they are the same."""
+    changed = [b"[%d,%b" % (at, block) for at, block in enumerate(now) if at >= len(sent) or block != sent[at]]
+    if not changed and len(now) == len(sent):
+        return b":\n\n"
+    return b'data: {"count":%d,"blocks":[%b]}\n\n' % (len(now), b",".join(changed))
+
+
+@asynccontextmanager
+async def serving(sources: Sequence[Source], host: str, port: int) -> AsyncIterator[str]:
+    """Serve the page in the block. Yields its address, with the token where it has one. port: 0 for any free one.
+
+    Raises MissingExtraError without the extra `watch`, OSError for a port that is taken.
+    """
+    token = None if host in LOOPBACK else secrets.token_urlsafe(16)
+    page = LivePage(sources, token)
+    web = require("aiohttp.web", "watch")
+    runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        address, bound = runner.addresses[0][:2]
+        name = f"[{address}]" if ":" in address else address
+        yield f"http://{name}:{bound}/" + (f"?token={token}" if token else "")
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,149 @@
+"""A store as a page: its versions as they come, who follows them and how far behind, what is wrong.
+
+A look at everything is `pulse_rl.status`, which lists the store. Where that costs much, as of many thousands of
+versions, the looks between read the newest version alone.
+"""
+
+import time
+from collections import deque
+
+import msgspec
+
+from pulse_rl import History, Status, status
+from pulse_rl.html import charts
+from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis
+from pulse_rl.html.page import Page, Plot
+from pulse_rl.units import nbytes, seconds
+from pulse_rl.watch.alarms import alarms_of_status
+from pulse_rl.watch.live import Paced
+from pulse_rl.watch.measurements import run_name
+
+DRAWN = 10_000  # versions
+NUMBER = ChartAxis("sequence number of the version", whole=True)
+
+
+class StoreSource:
+    """A store that is watched. max_lag: how many versions a subscriber may be behind; None for any number."""
+
+    def __init__(self, url: str, *, max_lag: int | None = None) -> None:
+        self.name = run_name(url)
+        self._max_lag = max_lag
+        self._history = History(url, patience=0)
+        self._info: Status | None = None
+        self._all = Paced(lambda: status(url, max_lag=max_lag))
+        self._sizes = deque[tuple[float, float]](maxlen=DRAWN)  # of each version: its sequence number, and bytes
+        self._densities = deque[tuple[float, float]](maxlen=DRAWN)
+
+    def look(self) -> Page:
+        """Read what is new, and draw it."""
+        made, info = self._all.made, self._all.get()
+        if made == self._all.made and self._info is not None:
+            info = self._with_newest(self._info)
+        if self._info is not None and info.sequence < self._info.sequence:  # a history that was begun anew
+            self._sizes.clear()
+            self._densities.clear()
+        self._add(info)
+        self._info = info
+        return self._draw(info)
+
+    def _with_newest(self, info: Status) -> Status:
+        """What is known, with the newest version."""
+        head = self._history.head()
+        if head is None or head.sequence == info.sequence:
+            return info
+        ahead, patch, recent = head.sequence - info.sequence, head.patch, info.recent
+        return msgspec.structs.replace(
+            info,
+            newest=head.version,
+            sequence=head.sequence,
+            versions=info.versions + ahead,
+            created=head.created,
+            digest=head.digest,
+            metadata=head.metadata,
+            nonfinite=head.nonfinite,
+            density=patch.changes / head.elements if patch and head.elements else None,
+            recent=msgspec.structs.replace(recent, sizes=(patch.total_nbytes,)) if recent and patch else recent,
+        )
+
+    def _add(self, info: Status) -> None:
+        known = self._sizes[-1][0] if self._sizes else -1
+        sizes = info.recent.sizes if info.recent else ()
+        first = info.sequence - len(sizes) + 1
+        self._sizes += [(at, size) for at, size in enumerate(sizes, first) if at > known]
+        if info.density is not None and (not self._densities or self._densities[-1][0] < info.sequence):
+            self._densities.append((info.sequence, info.density))
+
+    def _draw(self, info: Status) -> Page:
+        ended = "; its run has ended" if info.ended else ""
+        page = Page(f"The store {self.name}", f"{info.versions:,} versions of {nbytes(info.full_nbytes)}{ended}.")
+        alarms = alarms_of_status(info, max_lag=self._max_lag)
+        page.points([*(alarm.sentence for alarm in alarms), *info.problems], alarm=True)
+        recent, listing = info.recent, info.listing
+        age = max(0.0, time.time() - info.created)
+        held = [one.lag for one in info.subscribers or () if one.lag is not None]
+        page.numbers(
+            [
+                ("newest version", f"{info.newest:,}", f"{seconds(age)} ago, by the publisher's clock"),
+                ("changed", f"{info.density:.3%}" if info.density is not None else "–", "of its elements"),
+                ("bytes of a patch", nbytes(recent.patch_nbytes) if recent else "–", "median of the last versions"),
+                ("reduction", f"{recent.reduction:,.0f} ×" if recent else "–", "fewer bytes than full weights"),
+                ("furthest behind", f"{max(held)}" if held else "–", f"versions, of {len(held)} subscribers"),
+                ("verdict", info.verdict, "of the store and its subscribers"),
+            ]
+        )
+        page.plot(
+            Plot(
+                "Bytes of a patch",
+                f"What a worker fetches for one version, instead of {nbytes(info.full_nbytes)}. Of versions before the "
+                "page was opened, the last ones.",
+                charts.lines({"patch": self._sizes}, NUMBER, ChartAxis("a patch", BYTES, zero=True)),
+            )
+        )
+        page.plot(
+            Plot(
+                "Density",
+                "The share of the elements whose bits changed, of the versions that came while this was watched.",
+                charts.lines({"density": self._densities}, NUMBER, ChartAxis("changed elements", FRACTION, zero=True)),
+            )
+        )
+        if info.subscribers:
+            page.table(
+                f"Subscribers, read {seconds(max(0.0, time.time() - self._all.made))} ago",
+                (
+                    "subscriber",
+                    "verdict",
+                    "version",
+                    "behind",
+                    "for",
+                    "last seen",
+                    "last sync",
+                    "fetched",
+                    "host",
+                    "error",
+                ),
+                [
+                    [
+                        one.id,
+                        one.verdict,
+                        _or_dash(one.version),
+                        _or_dash(one.lag),
+                        seconds(one.lag_s) if one.lag_s is not None else "–",
+                        f"{seconds(max(0.0, self._all.made - one.seen))} ago",
+                        seconds(one.sync_s) if one.sync_s is not None else "–",
+                        nbytes(one.fetched_nbytes) if one.fetched_nbytes is not None else "–",
+                        one.host or "–",
+                        one.unreadable or one.error or "–",
+                    ]
+                    for one in sorted(info.subscribers, key=lambda one: -(one.lag or 0))
+                ],
+            )
+        if listing is not None:
+            folders = ("manifests", "patches", "anchors", "trails", "unnamed", "partial")
+            found = [(folder, getattr(listing, folder)) for folder in folders]
+            rows = [[name, f"{total.count:,}", nbytes(total.nbytes)] for name, total in found]
+            page.table("In the store", ("", "objects", "bytes"), rows, folded=True)
+        return page
+
+
+def _or_dash(number: int | None) -> str:
+    return "–" if number is None else f"{number:,}"

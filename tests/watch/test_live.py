@@ -1,0 +1,220 @@
+"""The server of the live page: who is admitted, what is sent, and that a source that fails does not end the others."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import pulse_rl as pulse
+from pulse_rl.cli.app import app
+from pulse_rl.errors import StoreError
+from pulse_rl.flow.driver.watching import RunSource
+from pulse_rl.html.page import Page
+from pulse_rl.watch import live
+from pulse_rl.watch.live import Source
+from pulse_rl.watch.store_page import StoreSource
+from tests.pages.made_run import HOSTILE, MadeRun
+
+aiohttp = pytest.importorskip("aiohttp")
+pytest.importorskip("vl_convert")
+
+
+class Counted:
+    """A source whose looks are counted, and which fails at some."""
+
+    def __init__(self, name: str = "counted", fails: tuple[int, ...] = ()) -> None:
+        self.name, self.looks, self._fails = name, 0, fails
+
+    def look(self) -> Page:
+        self.looks += 1
+        if self.looks in self._fails:
+            raise StoreError("the store is away", url="s3://away")
+        page = Page(self.name, "always the same")
+        page.numbers([("looks", str(self.looks), "")])
+        return page
+
+
+def visit(
+    sources: list[Source], steps: Callable[[Any, str], Coroutine[Any, Any, None]], host: str = "127.0.0.1"
+) -> None:
+    """Serve sources on a free port, and do some steps with a session and the address."""
+
+    async def work() -> None:
+        session = aiohttp.ClientSession(read_bufsize=1 << 24)
+        async with asyncio.timeout(60), session, live.serving(sources, host, 0) as address:
+            await steps(session, address)
+
+    asyncio.run(work())
+
+
+async def events(answer: Any, number: int) -> list[dict[str, Any]]:
+    """The next events of a stream."""
+    found: list[dict[str, Any]] = []
+    while len(found) < number:
+        line = await answer.content.readline()
+        if line.startswith(b"data: "):
+            found.append(json.loads(line[6:]))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "LOOK_S", 0.05)
+
+
+def test_a_reader_gets_all_blocks_and_then_those_that_change() -> None:
+    async def steps(session: Any, address: str) -> None:
+        async with session.get(f"{address}events") as answer:
+            first, second = await events(answer, 2)
+        assert [at for at, _, _ in first["blocks"]] == list(range(first["count"]))
+        assert [at for at, _, _ in second["blocks"]] == [2]  # the numbers; title and text are the same
+        assert second["count"] == 3
+
+    visit([Counted()], steps)
+
+
+def test_it_looks_only_while_somebody_reads() -> None:
+    source = Counted()
+
+    async def steps(session: Any, address: str) -> None:
+        async with session.get(f"{address}events") as answer:
+            await events(answer, 3)
+        await asyncio.sleep(0.3)  # the server notices at its next event, and a look may be under way
+        looks = source.looks
+        await asyncio.sleep(0.5)
+        assert source.looks <= looks + 1
+
+    visit([source], steps)
+
+
+def test_a_source_that_cannot_be_read_says_so_and_comes_back() -> None:
+    async def steps(session: Any, address: str) -> None:
+        texts = ""
+        async with session.get(f"{address}events") as answer:
+            while "the store is away" not in texts or texts.count("looks") < 4:
+                texts += "".join(html for event in await events(answer, 1) for _, html, _ in event["blocks"])
+        assert "cannot be read: StoreError: the store is away" in texts
+
+    visit([Counted("a"), Counted("b", fails=(2,))], steps)
+
+
+@pytest.mark.parametrize(
+    ("listens", "query", "host", "status"),
+    [
+        ("127.0.0.1", "", None, 200),
+        ("127.0.0.1", "", "localhost:8377", 200),
+        ("127.0.0.1", "", "[::1]:8377", 200),
+        ("127.0.0.1", "", "evil.example", 403),  # a name of an attacker's that leads to this machine
+        ("0.0.0.0", "", None, 403),
+        ("0.0.0.0", "?token=wrong", None, 403),
+        ("0.0.0.0", "?token=é", None, 403),
+        ("0.0.0.0", "?token=TOKEN", "run.example", 200),
+    ],
+)
+def test_who_is_admitted(listens: str, query: str, host: str | None, status: int) -> None:
+    async def steps(session: Any, address: str) -> None:
+        base, _, token = address.partition("?token=")
+        for path in ("", "events"):
+            place = f"{base}{path}{query.replace('TOKEN', token)}"
+            async with session.get(place, headers={"Host": host} if host else {}) as answer:
+                assert answer.status == status, path
+
+    visit([Counted()], steps, listens)
+
+
+def test_a_run_and_a_store_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Their pages against what was written: versions, bytes, lags, errors, alarms; a run that dies."""
+    run = MadeRun(tmp_path / "run", workers=8)
+    run.start()
+    source = RunSource(run.directory)
+    assert "the driver has shown nothing yet" in "".join(block.html for block in source.look().blocks)
+    run.show()  # workers are there before the first version
+    assert "the first note" in "".join(block.html for block in source.look().blocks)
+    run.publish(20)
+    source = RunSource(run.directory)  # one that is begun in the midst of a run
+    shown = "".join(block.html for block in source.look().blocks)
+    assert "<td>20/100</td>" in shown
+    assert "RuntimeError: the reward&#x27;s service is away" in shown
+    assert "trainers waited for batches: solver 17%" in shown
+    assert "solver: behind by more than 1: worker-3 4 versions" in shown
+    (lag,) = (b.spec for b in source.look().blocks if b.spec and "versions behind" in json.dumps(b.spec))
+    drawn = {(row["series"], row["x"]): row["y"] for row in lag["data"]["values"]}
+    assert drawn["furthest behind", 20] == 4
+    assert drawn["median", 20] == 2.5
+    assert drawn["nearest", 20] == 1
+    run.die()
+    shown = "".join(block.html for block in source.look().blocks)
+    assert "killed or has crashed" in shown
+    assert f"pulse-rl train --resume {run.directory}" in shown
+
+    publisher = pulse.Publisher(tmp_path / "store", codec="gap")
+    weights = {"w": np.arange(5000, dtype=np.float32)}
+    stored = StoreSource(str(tmp_path / "store"), max_lag=1)
+    sizes = []
+    for version in range(3):
+        weights["w"][:: 100 + version] += 1
+        sizes.append(publisher.publish(weights, version=version).patch_nbytes)
+    first = stored.look()  # everything
+    weights["w"][::50] += 1
+    sizes.append(publisher.publish(weights, version=3).patch_nbytes)
+    page = stored.look()  # the newest version alone
+    assert '<dd class="value">2</dd>' in first.blocks[2].html
+    assert '<dd class="value">3</dd>' in page.blocks[2].html
+    (patches,) = (block.spec for block in page.blocks if block.spec and "Bytes" in block.html)
+    assert [row["y"] for row in patches["data"]["values"]] == sizes[1:]
+
+
+def test_a_run_that_is_cut_back_is_drawn_anew(tmp_path: Path) -> None:
+    from pulse_rl.flow import metrics
+
+    run = MadeRun(tmp_path)
+    run.publish(5)
+    source = RunSource(tmp_path)
+    source.look()
+    metrics.cut_back(tmp_path, 2)
+    assert "<td>2/100</td>" in "".join(block.html for block in source.look().blocks)
+    assert source._readers["solver"].look() == 2
+
+
+def test_a_last_line_that_is_not_whole_waits(tmp_path: Path) -> None:
+    from pulse_rl.flow import metrics
+
+    reader = metrics.Reader(tmp_path)
+    assert (reader.look(), reader.records) == (0, [])
+    file = tmp_path / metrics.METRICS
+    for text, known, steps in (('{"step": 1}\n{"st', 0, [1]), ("", 1, [1]), ('ep": 2}\n', 1, [1, 2])):
+        with file.open("a") as opened:
+            opened.write(text)
+        assert reader.look() == known
+        assert [record["step"] for record in reader.records] == steps
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / HOSTILE.replace("/", "∕"))
+    run.publish(2)
+    script = "from pulse_rl.cli.main import main; main()"
+    command = [sys.executable, "-c", script, "watch", str(run.directory), "--listen", "0.0.0.0:0"]
+    watcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert watcher.stderr is not None
+    address = watcher.stderr.readline().strip()
+    assert re.fullmatch(r"watch: http://0\.0\.0\.0:\d+/\?token=[\w-]{20,}", address)
+    watcher.send_signal(signal.SIGINT)
+    assert watcher.wait(30) == 0
+    assert watcher.stderr.read() == ""
+
+
+@pytest.mark.parametrize("target", ["nowhere", "a-file"])
+def test_what_is_no_run_and_no_store_is_a_bad_command_line(tmp_path: Path, target: str) -> None:
+    (tmp_path / "a-file").touch()
+    result = CliRunner().invoke(app, ["watch", str(tmp_path / target)])
+    assert result.exit_code == 2
+    assert "expected the directory of a run or a store" in re.sub(r"[│\s]+", " ", result.output)
