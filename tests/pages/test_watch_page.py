@@ -13,7 +13,7 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.flow.driver.watching import RunSource
-from pulse_rl.watch.live import Source, serving
+from pulse_rl.watch.live import Watched, serving
 from pulse_rl.watch.store_page import StoreSource
 from tests.pages.browser import CHROMIUM, Browser
 from tests.pages.made_run import HOSTILE, MadeRun
@@ -27,7 +27,7 @@ NO_SCROLL = "document.documentElement.scrollWidth <= innerWidth"
 
 
 @asynccontextmanager
-async def opened(scratch: Path, *sources: Source, **look: Any) -> AsyncIterator[Browser]:
+async def opened(scratch: Path, *sources: Watched, **look: Any) -> AsyncIterator[Browser]:
     """A browser that shows sources, as they are served."""
     async with serving(sources, "127.0.0.1", 0) as address, Browser(scratch / "profile") as browser:
         await browser.look(**({"width": 1280} | look))

@@ -20,7 +20,7 @@ from pulse_rl.errors import StoreError
 from pulse_rl.flow.driver.watching import RunSource
 from pulse_rl.html.page import Page
 from pulse_rl.watch import live
-from pulse_rl.watch.live import Source
+from pulse_rl.watch.live import Watched
 from pulse_rl.watch.store_page import StoreSource
 from tests.pages.made_run import HOSTILE, MadeRun
 
@@ -44,7 +44,7 @@ class Counted:
 
 
 def visit(
-    sources: list[Source], steps: Callable[[Any, str], Coroutine[Any, Any, None]], host: str = "127.0.0.1"
+    sources: list[Watched], steps: Callable[[Any, str], Coroutine[Any, Any, None]], host: str = "127.0.0.1"
 ) -> None:
     """Serve sources on a free port, and do some steps with a session and the address."""
 

@@ -14,7 +14,7 @@ from pulse_rl.cli.metrics import address
 from pulse_rl.errors import printable
 
 if TYPE_CHECKING:
-    from pulse_rl.watch.live import Source
+    from pulse_rl.watch.live import Watched
 
 
 def watch(
@@ -56,7 +56,7 @@ def watch(
         asyncio.run(_serve(sources, host, port))
 
 
-async def _serve(sources: list[Source], host: str, port: int) -> None:
+async def _serve(sources: list[Watched], host: str, port: int) -> None:
     """Serve the page until Ctrl-C."""
     from pulse_rl.watch.live import serving
 
@@ -65,7 +65,7 @@ async def _serve(sources: list[Source], host: str, port: int) -> None:
         await asyncio.Event().wait()
 
 
-def _source(target: str, max_lag: int | None) -> Source:
+def _source(target: str, max_lag: int | None) -> Watched:
     from pulse_rl.flow.directory import RECIPE
 
     directory = Path(target).expanduser()

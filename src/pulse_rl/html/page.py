@@ -62,7 +62,7 @@ class Plot(NamedTuple):
     spec: dict[str, Any] | None  # Vega-Lite; None if there is nothing to draw
 
 
-class Block(NamedTuple):
+class PageBlock(NamedTuple):
     """A part of a page: one element, and the chart in it."""
 
     html: str
@@ -74,16 +74,16 @@ class Page:
 
     def __init__(self, title: str, about: str) -> None:
         self.title = title
-        self.blocks = [Block(f"<h1>{escape(title)}</h1>"), Block(f'<p class="faint">{escape(about)}</p>')]
+        self.blocks = [PageBlock(f"<h1>{escape(title)}</h1>"), PageBlock(f'<p class="faint">{escape(about)}</p>')]
 
     def heading(self, words: str) -> None:
-        self.blocks.append(Block(f"<h2>{escape(words)}</h2>"))
+        self.blocks.append(PageBlock(f"<h2>{escape(words)}</h2>"))
 
     def points(self, words: Sequence[str], *, alarm: bool = False) -> None:
         """A list of sentences; nothing if it is empty. alarm: of what deserves a look."""
         if words:
             items = "".join(f"<li>{escape(one)}</li>" for one in words)
-            self.blocks.append(Block(f"<ul{' class=alarm' if alarm else ''}>{items}</ul>"))
+            self.blocks.append(PageBlock(f"<ul{' class=alarm' if alarm else ''}>{items}</ul>"))
 
     def numbers(self, found: Sequence[tuple[str, str, str]]) -> None:
         """The headline: the name, value and remark of each number."""
@@ -93,7 +93,7 @@ class Page:
         )
         rows = -(-len(found) // CARDS)
         columns = -(-len(found) // rows) if rows else 1  # rows of the same length, but for the last
-        self.blocks.append(Block(f'<dl class="of-{columns}">{"".join(boxes)}</dl>'))
+        self.blocks.append(PageBlock(f'<dl class="of-{columns}">{"".join(boxes)}</dl>'))
 
     def plot(self, plot: Plot) -> None:
         """A chart with its caption; nothing if there is nothing to draw."""
@@ -102,7 +102,7 @@ class Page:
                 f'<figure><h3>{escape(plot.title)}</h3><div class="plot"></div>'
                 f"<figcaption>{escape(plot.caption)}</figcaption></figure>"
             )
-            self.blocks.append(Block(html, plot.spec))
+            self.blocks.append(PageBlock(html, plot.spec))
 
     def table(
         self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, folded: bool = False
@@ -120,7 +120,7 @@ class Page:
         table = f'<div class="table">{table}</div>'
         if folded:
             table = f"<details><summary>{title}</summary>{table}</details>"
-        self.blocks.append(Block(table))
+        self.blocks.append(PageBlock(table))
 
     def html(self, *, live: bool = False) -> str:
         """The document. live: it follows the events of the server that it comes from.

@@ -39,7 +39,7 @@ T = TypeVar("T")
 LOOPBACK = (HOST, "localhost", "::1")
 
 
-class Source(Protocol):
+class Watched(Protocol):
     """Something to watch."""
 
     name: str
@@ -75,7 +75,7 @@ class LivePage:
     Raises MissingExtraError without the extra `watch`.
     """
 
-    def __init__(self, sources: Sequence[Source], token: str | None = None) -> None:
+    def __init__(self, sources: Sequence[Watched], token: str | None = None) -> None:
         self._web = require("aiohttp.web", "watch")
         self._sources = sources
         self._token = token
@@ -153,7 +153,7 @@ class LivePage:
             raise self._web.HTTPForbidden(text="the address that `pulse-rl watch` printed ends with ?token=…")
 
 
-def _look(source: Source) -> tuple[Page, list[bytes], float]:
+def _look(source: Watched) -> tuple[Page, list[bytes], float]:
     """The page of a source, each of its blocks as the end of a JSON array, and the processor seconds that it took."""
     began = time.thread_time()
     try:
@@ -175,7 +175,7 @@ def _event(sent: Sequence[bytes], now: Sequence[bytes]) -> bytes:
 
 
 @asynccontextmanager
-async def serving(sources: Sequence[Source], host: str, port: int) -> AsyncIterator[str]:
+async def serving(sources: Sequence[Watched], host: str, port: int) -> AsyncIterator[str]:
     """Serve the page in the block. Yields its address, with the token where it has one. port: 0 for any free one.
 
     Raises MissingExtraError without the extra `watch`, OSError for a port that is taken.
