@@ -149,7 +149,8 @@ def move_bytes(torch_group: Any, rank: int, size: int, kind: str) -> list[int]:
     assert (error.ranks, "at most 10 bytes" in str(error)) == ((0,), True)
     for nbytes in (1, 5000):
         data = np.full(nbytes, rank, np.uint8)
-        for sender in range(size if size > 1 else 0):
+        for sender in range(size if size > 1 and isinstance(group, PrivateGroup) else 0):
+            assert isinstance(group, PrivateGroup)
             if rank == sender:
                 group.send((rank + 1) % size, bytes(data) if rank % 2 else data)
             elif rank == (sender + 1) % size:

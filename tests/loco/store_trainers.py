@@ -5,11 +5,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch._dynamo  # a first optimizer step imports it; two threads of trainers would do so at once
+import torch._dynamo  # noqa: F401 - a first optimizer step imports it; two threads of trainers would do so at once
 
 import pulse_rl as pulse
-from tests.loco.ranks import Model, adam, bits, inner_step, seen, trainable
+from tests.loco.naive import Naive
+from tests.loco.ranks import Model, adam, bits, inner_step
 
 EVERY = 2
 LOCO = ("sync_every", "value_dtype", "overlap", "outer_lr", "exchange")  # arguments of PulseLoCo
@@ -114,42 +114,19 @@ def leave(*trainers: Trainer) -> None:
         one.loco.__exit__(None, None, None)
 
 
-def naive(rounds: list[dict[int, int]], counts: list[set[int]], gate: torch.dtype = torch.bfloat16) -> list[Any]:
+def naive(rounds: list[dict[int, int]], counts: list[set[int]]) -> list[Any]:
     """PULSELoCo in plain torch: θ and the residuals after each round, as bytes.
 
     rounds: of each, the inner steps that each rank takes in it. counts: of each, the ranks whose sends count; what the
     others have stays in their residuals.
     """
-    models = {rank: Model() for each in rounds for rank in each}
-    optimizers = {rank: adam(model) for rank, model in models.items()}
-    steps = dict.fromkeys(models, 0)
-    theta = {name: p.detach().clone() for name, p in trainable(Model()).items()}
-    momentum = {name: torch.zeros_like(t) for name, t in theta.items()}
-    residual = {rank: {name: torch.zeros_like(t) for name, t in theta.items()} for rank in models}
-    outer_lr, mu, after = 0.7, 0.9, []
-    for taken, counted in zip(rounds, counts, strict=True):
-        total = {name: torch.zeros_like(t) for name, t in theta.items()}
-        for rank in sorted(models):
-            for _ in range(taken.get(rank, 0)):
-                inner_step(models[rank], optimizers[rank], rank, steps[rank])
-                steps[rank] += 1
-            for name, live in trainable(models[rank]).items():
-                s = residual[rank][name] + (theta[name] - live.detach())
-                sends = seen(theta[name], gate) != seen(theta[name] - s, gate)
-                sends &= torch.tensor(rank in counted)
-                total[name] += torch.where(sends, s, 0)
-                residual[rank][name] = torch.where(sends, 0, s)
-        for name in theta:
-            g = total[name] / len(counted)
-            outer = torch.nn.Parameter(theta[name])
-            optimizer = torch.optim.SGD([outer], lr=outer_lr, momentum=mu, nesterov=True)
-            optimizer.state[outer]["momentum_buffer"] = momentum[name]
-            outer.grad = g
-            optimizer.step()
-            theta[name], momentum[name] = outer.detach(), optimizer.state[outer]["momentum_buffer"]
-        for model in models.values():
-            with torch.no_grad():
-                for name, live in trainable(model).items():
-                    live.copy_(theta[name])
-        after.append((bits(theta), {rank: bits(kept) for rank, kept in residual.items()}))
+    plain, after = Naive(), []
+    taken = dict.fromkeys({rank for each in rounds for rank in each}, 0)
+    plain.join(*taken)
+    for steps, counted in zip(rounds, counts, strict=True):
+        for rank, count in steps.items():
+            plain.steps(range(taken[rank], taken[rank] + count), rank)
+            taken[rank] += count
+        plain.round(counted)
+        after.append((plain.theta, {rank: plain.residual(rank) for rank in taken}))
     return after

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from blake3 import blake3
 
 import pulse_rl as pulse
 from pulse_rl.loco import log8, payload
-from tests.loco.ranks import Model, Ranks, adam, bits, good, inner_step, picklable, start
+from tests.loco.ranks import Model, Ranks, adam, bits, forking, good, inner_step, picklable, start
 from tests.store.servers import free_port
 
 
@@ -214,7 +213,7 @@ def lose(rank: int, at: int, pipe: Connection, lost: int, overlap: int) -> None:
 @pytest.mark.parametrize(("size", "overlap", "raised"), [(3, 0, 6), (2, 2, 8)])
 def test_a_lost_worker_is_one_clear_error_within_the_timeout(size: int, overlap: int, raised: int) -> None:
     """Raised where the round would have ended, with θ and residual of the round before."""
-    context, at = mp.get_context("spawn"), free_port()
+    context, at = forking(), free_port()
     pipes = [context.Pipe() for _ in range(size)]
     processes = [
         context.Process(target=lose, args=(rank, at, pipes[rank][1], size - 1, overlap)) for rank in range(size)

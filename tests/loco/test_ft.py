@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from blake3 import blake3
 
 import pulse_rl as pulse
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import payload
 from pulse_rl.loco.elastic import ElasticMembers
-from tests.loco.ranks import Model, adam, bits, inner_step, picklable, seen, trainable
+from tests.loco.naive import Naive
+from tests.loco.ranks import Model, adam, bits, forking, inner_step, picklable, trainable
 
 EVERY = 2
-DEFAULTS: dict[str, Any] = {"sync_every": EVERY, "value_dtype": "float32"}  # values as in `naive`
+DEFAULTS: dict[str, Any] = {"sync_every": EVERY, "value_dtype": "float32"}  # values as in `Naive`
 
 
 def work(number: int, lighthouse: str, pipe: Connection) -> None:
@@ -100,7 +100,7 @@ class World:
 
     def start(self, *numbers: int) -> None:
         """Start these trainers' processes."""
-        context = mp.get_context("spawn")
+        context = forking()
         for number in numbers:
             here, there = context.Pipe()
             process = context.Process(target=work, args=(number, self.lighthouse, there), daemon=True)
@@ -144,52 +144,25 @@ def world() -> Iterator[World]:
     server.shutdown()
 
 
-def naive(history: list[list[int]]) -> list[tuple[dict[str, bytes], dict[int, dict[str, bytes]]]]:
-    """Section 5 of the algorithm in plain torch, by who took part in each round: θ and the residuals after it.
-
-    A trainer that took no part in the round before is new: it gets θ, a new inner optimizer and an empty residual.
-    """
-    shared = Model()
-    outer = torch.optim.SGD(trainable(shared).values(), lr=0.7, momentum=0.9, nesterov=True)
-    trainers: dict[int, tuple[Model, torch.optim.Optimizer, dict[str, torch.Tensor]]] = {}
-    found = []
-    with torch.no_grad():
-        for round_, taking in enumerate(history):
-            for number in set(trainers) - set(taking):
-                del trainers[number]
-            for number in set(taking) - set(trainers):
-                model = Model()
-                model.load_state_dict(shared.state_dict())
-                trainers[number] = model, adam(model), {n: torch.zeros_like(p) for n, p in trainable(model).items()}
-            for number in taking:
-                for step in range(round_ * EVERY, (round_ + 1) * EVERY):
-                    inner_step(trainers[number][0], trainers[number][1], number, step)
-            for name, theta in trainable(shared).items():
-                total = torch.zeros_like(theta)
-                for number in sorted(taking):
-                    model, _, kept = trainers[number]
-                    s = kept[name] + (theta - trainable(model)[name])
-                    sent = torch.where(seen(theta, torch.bfloat16) != seen(theta - s, torch.bfloat16), s, 0)
-                    kept[name] = s - sent
-                    total += sent
-                theta.grad = total / len(taking)
-            outer.step()
-            for model, _, _ in trainers.values():
-                model.load_state_dict(shared.state_dict())
-            found.append((bits(trainable(shared)), {n: bits(kept) for n, (_, _, kept) in trainers.items()}))
-    return found
+def take_round(naive: Naive, taken: list[int], done: int) -> None:
+    """A round of these trainers. One that took no part in the round before is new."""
+    for number in naive.trainers.keys() - taken:
+        del naive.trainers[number]
+    naive.join(*(number for number in taken if number not in naive.trainers))
+    naive.steps(range(done * EVERY, (done + 1) * EVERY), *taken)
+    naive.round()
 
 
 def test_trainers_die_and_join(world: World) -> None:
     """Killed during a round, a hand-over, and after a round; stopped for too long; joining, also with other options."""
-    history: list[list[int]] = []
+    naive, history = Naive(), list[list[int]]()
 
     def check(answers: dict[int, Any], taken: list[int]) -> None:
         """Compare what these trainers hold with plain torch, for a round in which `taken` took part."""
+        take_round(naive, taken, len(history))
         history.append(taken)
-        theta, kept = naive(history)[-1]
         for number, answer in answers.items():
-            assert answer == (len(taken), len(history), theta, kept[number]), number
+            assert answer == (len(taken), len(history), naive.theta, naive.residual(number)), number
 
     def rounds_until_sent(number: int, *others: int) -> None:
         """Rounds of the others until this one sends something: it joins once it has asked in time."""
@@ -199,7 +172,7 @@ def test_trainers_die_and_join(world: World) -> None:
     def joined(number: int) -> None:
         what, rounds, theta, kept = world.receive(number)
         assert (what, rounds) == ("joined", len(history))
-        assert theta == (naive(history)[-1][0] if history else bits(trainable(Model())))
+        assert theta == naive.theta
         assert not any(any(values) for values in kept.values())
 
     world.start(0, 1, 2)
@@ -270,9 +243,10 @@ def test_only_the_trainer_whose_payload_is_broken_goes(world: World) -> None:
     answers = world.round(0, 1)
     assert isinstance(blamed := world.receive(2), pulse.ExchangeError)
     assert (blamed.ranks, blamed.round) == ((2,), 1)
-    theta, kept = naive([[0, 1]])[-1]
+    naive = Naive()
+    take_round(naive, [0, 1], 0)
     for number in (0, 1):
-        assert answers[number] == (2, 1, theta, kept[number])
+        assert answers[number] == (2, 1, naive.theta, naive.residual(number))
     world.send("nan", 1)
     ((workers, rounds, *_),) = world.round(0).values()
     assert (workers, rounds) == (1, 2)

@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -75,7 +74,7 @@ class Group:
 
     def __init__(self, process_group: Any, rank: int, size: int, device: str = "cpu", wording: Wording = PLAIN) -> None:
         self.handle = process_group
-        self._device = device
+        self.device = device
         self.rank = rank
         self.size = size
         self.wording = wording
@@ -119,18 +118,6 @@ class Group:
     def gather_numbers(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         """(W, k): the k numbers, int64, of each rank."""
         return self.gather_rows(np.array(numbers, np.int64))
-
-    def first_number(self, number: int, timeout: float) -> int:
-        """Rank 0's number, on all ranks. timeout: seconds that this rank waits, in place of the group's own."""
-        import torch
-        import torch.distributed as dist
-
-        with torch_errors(self.wording):
-            tensor = torch.tensor([number], device=self._device)
-            sending = dist.broadcast(tensor, group=self.handle, group_src=0, async_op=True)
-            if sending is not None:
-                sending.wait(timedelta(seconds=timeout))
-            return int(tensor.item())
 
     def gather_rows(self, values: NDArray[N]) -> NDArray[N]:
         """(W, k): the k values of each rank."""
@@ -181,26 +168,6 @@ class Group:
             self._broadcast(source, found)
         return found
 
-    def send(self, to: int, data: Bytes | bytes) -> None:
-        """Send bytes to one rank, which receives as many. Returns when it has them."""
-        import torch
-        import torch.distributed as dist
-
-        array = writable(data)
-        with torch_errors(self.wording):
-            dist.send(torch.from_numpy(array).to(self._device), group=self.handle, group_dst=to)
-        self.sent_nbytes += array.nbytes
-
-    def receive(self, source: int, nbytes: int) -> Bytes:
-        """The bytes, uint8, that one rank sends here."""
-        import torch
-        import torch.distributed as dist
-
-        with torch_errors(self.wording):
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            dist.recv(tensor, group=self.handle, group_src=source)
-            return tensor.cpu().numpy()
-
     def _gather(self, mine: NDArray[Any]) -> NDArray[Any]:
         import torch
         import torch.distributed as dist
@@ -208,8 +175,8 @@ class Group:
         # Newer versions of torch warn about the older name.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with torch_errors(self.wording):
-            tensor = torch.from_numpy(mine).to(self._device)
-            found = torch.empty(self.size * len(tensor), dtype=tensor.dtype, device=self._device)
+            tensor = torch.from_numpy(mine).to(self.device)
+            found = torch.empty(self.size * len(tensor), dtype=tensor.dtype, device=self.device)
             if len(tensor):
                 all_gather(found, tensor, group=self.handle)
                 self.sent_nbytes += mine.nbytes * (self.size - 1)
@@ -220,8 +187,8 @@ class Group:
         import torch.distributed as dist
 
         with torch_errors(self.wording):
-            tensor = torch.from_numpy(mine).to(self._device)
-            found = torch.empty(sum(into), dtype=tensor.dtype, device=self._device)
+            tensor = torch.from_numpy(mine).to(self.device)
+            found = torch.empty(sum(into), dtype=tensor.dtype, device=self.device)
             dist.all_to_all_single(found, tensor, into, out, group=self.handle)
             self.sent_nbytes += mine.nbytes - out[self.rank] * mine.itemsize
             return found.cpu().numpy()
@@ -232,11 +199,11 @@ class Group:
         import torch.distributed as dist
 
         with torch_errors(self.wording):
-            tensor = torch.from_numpy(array).to(self._device)
+            tensor = torch.from_numpy(array).to(self.device)
             dist.broadcast(tensor, group=self.handle, group_src=source)
             if self.rank == source:
                 self.sent_nbytes += array.nbytes
-            elif self._device != "cpu":
+            elif self.device != "cpu":
                 array[:] = tensor.cpu().numpy()
 
 

@@ -80,17 +80,21 @@ class PrivateGroup(Group):
         in it, or another one is lost.
         """
         callers = Group.of(process_group, wording)
+        import torch
         import torch.distributed as dist
 
         seconds = TIMEOUT_S if timeout is None else timeout
         deadline = time.monotonic() + seconds
-        # A random name, rank 0's: a count of groups differs between ranks that are in different ones.
-        name = callers.first_number(secrets.randbits(62), seconds)
-        left = max(0.1, deadline - time.monotonic())
         with torch_errors(wording):
+            # A random name, rank 0's: a count of groups differs between ranks that are in different ones.
+            name = torch.tensor([secrets.randbits(62)], device=callers.device)
+            naming = dist.broadcast(name, group=process_group, group_src=0, async_op=True)
+            if naming is not None:
+                naming.wait(timedelta(seconds=seconds))
+            left = max(0.1, deadline - time.monotonic())
             known = dist.distributed_c10d
             rendezvous = known._get_process_group_store(process_group or known._get_default_group())
-            store = known.PrefixStore(f"pulse-rl/{name:016x}", rendezvous)
+            store = known.PrefixStore(f"pulse-rl/{int(name.item()):016x}", rendezvous)
             connect = timedelta(seconds=min(left, _CONNECT_S) / _ATTEMPTS)
             gloo = dist.ProcessGroupGloo(store, *callers.place, connect)
         group = cls(gloo, *callers.place, max(0.1, deadline - time.monotonic()), wording)
@@ -130,12 +134,14 @@ class PrivateGroup(Group):
         return [gathered[rank] for rank in numbers]
 
     def send(self, to: int, data: Bytes | bytes) -> None:
+        """Send bytes to one rank, which receives as many. Returns when it has them."""
         with self._leaving_on_error():
             array = writable(data)
             self._agree_on_length(to, len(array))
             self._finish([self._start_bulk("send", to, array)])
 
     def receive(self, source: int, nbytes: int) -> Bytes:
+        """The bytes, uint8, that one rank sends here."""
         with self._leaving_on_error():
             array = np.empty(nbytes, np.uint8)
             self._agree_on_length(source, nbytes)

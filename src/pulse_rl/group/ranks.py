@@ -140,7 +140,7 @@ class Ranks:
         work. work: without collectives of these ranks. alike: whether all raise an error of one class after a
         PulseError, which names the first rank that failed, so that all may go on by another way.
         """
-        return self._step(what, lambda: (work(), b""), 0, alike=alike)[0]
+        return self.do_and_gather(what, lambda: (work(), b""), 0, alike=alike)[0]
 
     def share(self, what: str, work: Callable[[], T], kind: type[T], *, alike: bool = False) -> list[T]:
         """As `do`. Returns what work returned on each, by rank.
@@ -161,7 +161,7 @@ class Ranks:
             mine, said = work()
             return mine, msgspec.json.encode(said)
 
-        mine, found = self._step(what, encoded, LIMIT, alike=alike)
+        mine, found = self.do_and_gather(what, encoded, LIMIT, alike=alike)
         return mine, [self._decode(what, rank, data, kind) for rank, data in enumerate(found)]
 
     def lead(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
@@ -173,16 +173,52 @@ class Ranks:
             found = work() if self.rank == 0 else None
             return found, msgspec.json.encode(found)
 
-        mine, found = self._step(what, encoded, LED_LIMIT, alike=True)
+        mine, found = self.do_and_gather(what, encoded, LED_LIMIT, alike=True)
         return self._decode(what, 0, found[0], kind) if mine is None else mine
 
     def gather(self, what: str, work: Callable[[], bytes], limit: int) -> list[memoryview]:
         """As `share` of bytes. limit: of one rank's."""
         return self.do_and_gather(what, lambda: (None, work()), limit)[1]
 
-    def do_and_gather(self, what: str, work: Callable[[], tuple[M, bytes]], limit: int) -> tuple[M, list[memoryview]]:
+    def do_and_gather(
+        self, what: str, work: Callable[[], tuple[M, bytes]], limit: int, *, alike: bool = False
+    ) -> tuple[M, list[memoryview]]:
         """As `do` of the first and `gather` of the second that work returns."""
-        return self._step(what, work, limit)
+        if self.size == 1:
+            mine, said = self._attempted(work)
+            return mine, [memoryview(said)]
+        last, name = self._last, crc32(what.encode()).to_bytes(4, "little")
+        failure: BaseException | None = None
+        error: BaseException | None = None
+        try:
+            last.failure_is_shared = False
+            try:
+                mine, said = self._attempted(work)
+                if len(said) > limit:
+                    raise ValueError(f"{what}: expected at most {limit} bytes of a rank, found {len(said)}")
+                message = _FOUND + name + said
+            except BaseException as caught:  # noqa: BLE001 - raised below, when the others know
+                failure = caught
+                message = _FAILED + name + msgspec.json.encode(self._describe(failure))
+            last.failure_is_shared = failure is not None
+            messages: list[memoryview] = []
+            try:
+                messages = self._gather(message, _HEAD + max(limit, LIMIT))
+            except ExchangeError as lost:
+                if failure is None:
+                    raise ExchangeError(f"{what}: {lost}", ranks=lost.ranks) from lost
+                failure.add_note(f"the other ranks may not know it: {one_line(lost)}")
+            if failure is not None and not messages:
+                raise failure
+            error = self._error(what, name, messages, failure, alike)
+            last.failure_is_shared = error is not None
+            if error is None:
+                return mine, [message[_HEAD:] for message in messages]
+            if error is not failure:
+                error.__cause__ = failure
+            raise error
+        finally:
+            failure = error = None  # their frames hold this one
 
     def exchange(self, what: str, work: Callable[[], Sequence[bytes]], limit: int) -> list[memoryview]:
         """Send rank r the r-th bytes that work returns, and return what each rank sent here. Raises as `do`.
@@ -251,46 +287,6 @@ class Ranks:
             raise failure
         finally:
             del failure  # its frames hold this one
-
-    def _step(
-        self, what: str, work: Callable[[], tuple[M, bytes]], limit: int, *, alike: bool = False
-    ) -> tuple[M, list[memoryview]]:
-        """Run work on every rank. Returns the first that it returned here, and the second of each, by rank."""
-        if self.size == 1:
-            mine, said = self._attempted(work)
-            return mine, [memoryview(said)]
-        last, name = self._last, crc32(what.encode()).to_bytes(4, "little")
-        failure: BaseException | None = None
-        error: BaseException | None = None
-        try:
-            last.failure_is_shared = False
-            try:
-                mine, said = self._attempted(work)
-                if len(said) > limit:
-                    raise ValueError(f"{what}: expected at most {limit} bytes of a rank, found {len(said)}")
-                message = _FOUND + name + said
-            except BaseException as caught:  # noqa: BLE001 - raised below, when the others know
-                failure = caught
-                message = _FAILED + name + msgspec.json.encode(self._describe(failure))
-            last.failure_is_shared = failure is not None
-            messages: list[memoryview] = []
-            try:
-                messages = self._gather(message, _HEAD + max(limit, LIMIT))
-            except ExchangeError as lost:
-                if failure is None:
-                    raise ExchangeError(f"{what}: {lost}", ranks=lost.ranks) from lost
-                failure.add_note(f"the other ranks may not know it: {one_line(lost)}")
-            if failure is not None and not messages:
-                raise failure
-            error = self._error(what, name, messages, failure, alike)
-            last.failure_is_shared = error is not None
-            if error is None:
-                return mine, [message[_HEAD:] for message in messages]
-            if error is not failure:
-                error.__cause__ = failure
-            raise error
-        finally:
-            failure = error = None  # their frames hold this one
 
     def _gather(self, message: bytes, limit: int) -> list[memoryview]:
         if self._numbers is None:
