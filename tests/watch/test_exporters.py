@@ -138,7 +138,7 @@ def test_a_failure_in_the_background_is_counted_once(
     publisher = Publisher(str(tmp_path), patience=0)
     publisher.publish(weights(1), version=1)
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise IntegrityError("a disk that lies")
 
     monkeypatch.setattr(publisher._delivery, "deliver", fail)
@@ -234,7 +234,9 @@ def test_opentelemetry_gets_the_same(tmp_path: Path) -> None:
         data = reader.get_metrics_data()
     metrics = {m.name: m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics}
     assert set(metrics) == {
-        n for n in METRICS if not n.startswith(("pulse_store", "pulse_alarm", "pulse_verdict", "pulse_last_version"))
+        name
+        for name in METRICS
+        if not name.startswith(("pulse_store", "pulse_run", "pulse_alarm", "pulse_verdict", "pulse_last_version"))
     } - {
         "pulse_failures_total",
         "pulse_paused",

@@ -9,6 +9,7 @@ from pulse_rl.watch.runs import RunMeter
 
 def record(version: int, **changed: Any) -> dict[str, Any]:
     found = {"policy": "main", "version": version, "density": 0.01, "patch_nbytes": 100 + version, "codec": "gap"}
+    found |= {"reward": 0.5, "loss": 0.25, "staleness": 1.0}
     return found | {"phases": {"find": 0.5, "put": 0.25}} | changed
 
 
@@ -26,6 +27,7 @@ def test_what_a_publisher_and_a_worker_did_is_counted_once() -> None:
     first = list(meter.measure([record(0), record(1)], {"w-0": held(0, 1, 5000)}))
     assert of(first, "pulse_payload_bytes_total", "publisher") == [100, 101]
     assert of(first, "pulse_payload_bytes_total", "w-0") == [5000]
+    assert of(first, "pulse_run_reward", "publisher") == [0.5, 0.5]
     assert of(first, "pulse_lag_versions", "w-0") == [1]
     assert [one.of for one in first if one.labels.worker == "w-0" and one.of] == ["anchor", "apply"]
     assert abs(of(first, "pulse_lag_seconds", "w-0")[0] - time.time()) < 60

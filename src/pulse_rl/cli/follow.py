@@ -6,12 +6,13 @@ import sys
 import threading
 import time
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pulse_rl.cli import output
-from pulse_rl.cli.metrics import Metrics, exporting
+from pulse_rl.cli.metrics import Metrics, Track, exporting, tracking
 from pulse_rl.cli.output import AsJson
 from pulse_rl.cli.stores import CLEAR, StoreTarget
 from pulse_rl.errors import printable
@@ -85,6 +86,7 @@ def follow(
         typer.Option(metavar="KEY", help="The engines' API key.", envvar="VLLM_API_KEY", show_default=False),
     ] = None,
     metrics: Metrics = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Keep any number of engines at the newest version, and show what they hold.
@@ -108,6 +110,7 @@ def follow(
     from pulse_rl.engines.follow import Driver, Manner
     from pulse_rl.engines.states import Follow
     from pulse_rl.watch.measurements import run_name
+    from pulse_rl.watch.trackers import UNUSUAL
 
     history, place = _open(store, public_key)
     wanted = Follow(
@@ -122,7 +125,9 @@ def follow(
         engines = [_client(url, api_key, pause) for url in engine]
         driver = Driver(history, wanted, engines, manner=manner, notice=lambda seen: show.change(driver, seen))
     current = False
-    with exporting(metrics, run=run_name(history.store.url)):
+    name = run_name(history.store.url)
+    tracked = tracking(track, UNUSUAL.sub("_", name).strip("/"), Path("runs") / "follow")
+    with exporting(metrics, run=name), tracked:
         driver.start()
         try:
             if once:

@@ -9,7 +9,7 @@ import typer
 
 from pulse_rl.cli import metrics as metrics_option
 from pulse_rl.cli import output
-from pulse_rl.cli.metrics import Metrics, exporting
+from pulse_rl.cli.metrics import Metrics, Track, exporting, tracking
 from pulse_rl.cli.summary import print_summary
 from pulse_rl.errors import printable
 
@@ -79,6 +79,7 @@ def train(
         bool, typer.Option("--deterministic", help="Run synchronously: the same seed then gives the same bits.")
     ] = False,
     metrics: Metrics = None,
+    track: Track = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
 ) -> None:
     """Post-train a language model by GRPO; rollout workers follow the trainer by lossless patches.
@@ -110,7 +111,7 @@ def train(
     changes = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None]
     changes += sets or []
     # What can be said at once is said before seconds of imports.
-    metrics_option.check(metrics)
+    metrics_option.check(metrics, track)
     with output.checking():
         settings = _new(recipe or DEFAULT, changes) if resume is None else _continued(resume, recipe, changes)
     from pulse_rl.errors import require_installed
@@ -119,12 +120,15 @@ def train(
         require_installed(module, "run")
     from pulse_rl.flow.driver import run
     from pulse_rl.flow.driver.display import Display
+    from pulse_rl.watch.measurements import run_name
 
     with output.checking():
         settings = run.prepare(settings) if resume is None else run.resume(resume, changes)
     title = f"{settings.name} · {', '.join(settings.policies)} · {settings.out}"
-    with exporting(metrics) as exporter, Display(title, settings.steps) as display:
-        summary = run.train(settings, display, resume=resume is not None, exporter=exporter)
+    names = {} if settings.only else {run_name(settings.store_url(name)): name for name in settings.policies}
+    tracked = tracking(track, settings.directory.name, settings.directory / "tensorboard", names)
+    with exporting(metrics) as exported, tracked as kept, Display(title, settings.steps) as display:
+        summary = run.train(settings, display, resume=resume is not None, exporters=(*exported, *kept))
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:

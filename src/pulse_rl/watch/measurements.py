@@ -44,6 +44,9 @@ METRICS = {
     "pulse_last_applied_timestamp_seconds": Metric(
         "gauge", "When weights were last brought to a version, in seconds since 1970.", unit="s"
     ),
+    "pulse_run_reward": Metric("gauge", "Mean reward of the completions that the newest version of a run was made of."),
+    "pulse_run_loss": Metric("gauge", "Loss of the step that made the newest version of a run."),
+    "pulse_run_staleness": Metric("gauge", "How many versions old the weights were that made its completions, mean."),
     "pulse_alarm": Metric("gauge", "1 while this alarm is raised.", "alarm"),
     "pulse_verdict": Metric("gauge", "1 for the verdict of a store, or of a subscriber.", "verdict"),
     "pulse_store_readable": Metric("gauge", "1 where the store could be read, else 0."),

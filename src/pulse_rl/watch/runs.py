@@ -46,6 +46,8 @@ class RunMeter:
         self._codecs[policy] = codec
         yield Measurement("pulse_version", labels, record["version"])
         yield Measurement("pulse_changed_ratio", labels, record["density"])
+        for name in ("reward", "loss", "staleness"):
+            yield Measurement(f"pulse_run_{name}", labels, record[name])
         yield Measurement("pulse_payload_bytes_total", labels, record["patch_nbytes"], codec)
         for phase, spent in record.get("phases", {}).items():
             yield Measurement("pulse_phase_seconds", labels, spent, phase)

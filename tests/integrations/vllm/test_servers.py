@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
@@ -123,6 +125,12 @@ def test_a_server_follows_in_place_is_killed_and_catches_up_before_it_is_ready(
     client = EngineClient(server.url)
     state = client.state()
     assert (state.version, state.digest, state.ready) == (6, trainer.digest, True)
+    with urlopen(f"{server.url}/metrics") as page:  # one scrape finds vLLM's metrics and ours
+        scraped = page.read().decode()
+    assert re.search(r"^vllm:num_requests_running\{", scraped, re.M)
+    assert re.search(r'^pulse_version\{engine="[^"]+",run="[^"]*",worker=""\} 6\.0$', scraped, re.M)
+    assert re.search(r'^pulse_phase_seconds_count\{.*phase="apply".*\} [3-9]\.0$', scraped, re.M)
+    assert re.search(r"^pulse_paused\{.*\} 0\.0$", scraped, re.M)
     assert client.verify() == trainer.digest
     assert state.mapping is not None
     assert state.mapping.tensors == len(list(trainer.model.named_parameters()))

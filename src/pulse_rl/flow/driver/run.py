@@ -103,11 +103,11 @@ def _steps(recipe: Recipe) -> dict[str, int]:
 
 
 def train(
-    recipe: Recipe, display: Display, *, resume: bool = False, exporter: Exporter | None = None
+    recipe: Recipe, display: Display, *, resume: bool = False, exporters: Sequence[Exporter] = ()
 ) -> dict[str, Any]:
     """Do a run and return its summary, which is also written to summary.json.
 
-    recipe: from `prepare` or `resume`. resume: whether it is the latter. exporter: of the run's metrics.
+    recipe: from `prepare` or `resume`. resume: whether it is the latter. exporters: of the run's metrics.
     The first SIGINT or SIGTERM stops the run in order: every policy's current step (with several trainers, its round)
     is finished, published and checkpointed. The summary's `stopped` then says by which signal, and how to go on; it is
     None after a run's last step.
@@ -126,7 +126,7 @@ def train(
             with _on_failure(recipe), engine(absolute), service(NAME, DataflowProcess, absolute) as dataflow:
                 recipe_file.save(recipe)
                 dataflow.resume()
-                driver = _Driver(absolute, dataflow, display, stop_requested, exporter)
+                driver = _Driver(absolute, dataflow, display, stop_requested, exporters)
                 finals = driver.watch()
                 result = driver.finish(finals)
     except KeyboardInterrupt:
@@ -154,11 +154,11 @@ class _Driver:
         dataflow: Any,
         display: Display,
         stop_requested: Callable[[], int],
-        exporter: Exporter | None = None,
+        exporters: Sequence[Exporter] = (),
     ) -> None:
         self._recipe, self._dataflow, self._display = recipe, dataflow, display
         self._stop_requested = stop_requested
-        self._exporter = exporter
+        self._exporters = exporters
         self._meter = RunMeter({name: recipe.store_url(name) for name in recipe.policies})
         self._trainers = Trainers(recipe, dataflow, display.log)
         self._pools = Pools(recipe, dataflow, display.log)
@@ -241,10 +241,12 @@ class _Driver:
         self._display.update(records, status, board)
         alarms = self._records.alarms(ended=status["ended"])
         self._announcer.look([alarm for found in alarms.values() for alarm in found])
-        if self._exporter is not None:
-            self._exporter.take(self._meter.measure(records, board))
-            for policy, found in alarms.items():
-                self._exporter.take(measured(run_name(self._recipe.store_url(policy)), found))
+        if self._exporters:
+            found = list(self._meter.measure(records, board))
+            for policy, raised in alarms.items():
+                found += measured(run_name(self._recipe.store_url(policy)), raised)
+            for exporter in self._exporters:
+                exporter.take(found)
         notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
         for who, note in notes.items():
             if self._notes.get(who) != note:
