@@ -65,35 +65,31 @@ def fail(torch_group: Any, rank: int, size: int, kind: str, failing: dict[int, B
 
 @pytest.mark.parametrize("kind", ["private", "the caller's"])
 @pytest.mark.parametrize(
-    "error", [pulse.StoreError("the bucket \x1b is full", url="s3://b"), KeyboardInterrupt(), SystemExit(3)]
+    "failing",
+    [
+        {2: pulse.StoreError("the bucket \x1b is full", url="s3://b")},
+        {2: KeyboardInterrupt()},
+        {0: ValueError("x" * 10_000), 3: MemoryError()},
+    ],
 )
-def test_all_raise_when_the_work_of_one_fails_and_may_try_again(
-    ranks: Running, kind: str, error: BaseException
+def test_all_raise_when_the_work_of_some_fails_and_may_try_again(
+    ranks: Running, kind: str, failing: dict[int, BaseException]
 ) -> None:
-    for rank, (raised, after) in enumerate(good(ranks(fail, 4, kind, {2: error}))):
+    """These raise their own errors; all others one that names them, with bounded texts."""
+    for rank, (raised, after) in enumerate(good(ranks(fail, 4, kind, failing))):
         assert after == [found(each) for each in range(4)]
-        if rank == 2:
-            assert (type(raised), str(raised)) == (type(error), str(error))
+        if rank in failing:
+            assert (type(raised), str(raised)) == (type(failing[rank]), str(failing[rank]))
             continue
         assert isinstance(raised, pulse.ExchangeError)
-        assert raised.ranks == (2,)
+        assert raised.ranks == tuple(failing)
         said = str(raised)
-        assert said.startswith(f"the publish of version 7 failed on rank 2 of 4: {type(error).__name__}")
+        assert said.startswith("the publish of version 7 failed on rank")
+        assert all(type(error).__name__ in said for error in failing.values())
+        assert len(failing) == 1 or "rank 0: ValueError: xxx" in said
         assert said.endswith(f"; {ADVICE}")
         assert said.isprintable()
-
-
-def test_all_ranks_that_fail_are_named_with_bounded_texts(ranks: Running) -> None:
-    errors: dict[int, BaseException] = {0: ValueError("x" * 10_000), 3: MemoryError()}
-    first, second, third, fourth = (error for error, _ in good(ranks(fail, 4, "private", errors)))
-    assert isinstance(first, ValueError)
-    assert isinstance(fourth, MemoryError)
-    for error in (second, third):
-        assert isinstance(error, pulse.ExchangeError)
-        assert error.ranks == (0, 3)
-        assert "rank 0: ValueError: xxx" in str(error)
-        assert "rank 3: MemoryError" in str(error)
-        assert len(str(error)) < 1000
+        assert len(said) < 1000
 
 
 def share_badly(torch_group: Any, rank: int, size: int, what: str) -> Any:

@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import pulse_rl as pulse
 from tests.store.servers import free_port
 
 RANKS = 4
@@ -24,7 +22,8 @@ LR = 3e-4
 def forking() -> ForkServerContext:
     """Processes forked from one that has imported torch already: four that are spawned take seconds to do it."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.multiprocessing", "pulse_rl.loco.optimizer", "pytest"])
+    first_step = "torch._dynamo"  # which an optimizer imports: more than a second of each process
+    context.set_forkserver_preload(["torch.multiprocessing", first_step, "pulse_rl.loco.optimizer", "pytest"])
     return context
 
 
@@ -139,34 +138,3 @@ def bits(tensors: Any) -> dict[str, bytes]:
 def seen(tensor: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
     """The bits of a cast: −0 and +0 differ."""
     return tensor.to(cast).view(torch.uint8 if cast.itemsize == 1 else torch.int16)
-
-
-def save(file: Path, loco: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torch.save({"loco": loco.state_dict(), "model": model.state_dict(), "inner": optimizer.state_dict()}, file)
-
-
-def check_resumed(
-    file: Path,
-    kind: str,
-    options: dict[str, Any],
-    rank: int,
-    *,
-    inner_steps: int,
-    steps: range,
-    uninterrupted: torch.nn.Module,
-    loco: Any,
-) -> None:
-    """A trainer that loads a file of round 1 and takes these steps holds what the uninterrupted one does."""
-    model = Model()
-    optimizer = adam(model)
-    resumed = getattr(pulse, kind)(model, optimizer, **options)
-    state = torch.load(file, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["inner"])
-    resumed.load_state_dict(state["loco"])
-    assert (resumed.round, resumed.inner_steps) == (1, inner_steps)
-    with resumed:
-        for step in steps:
-            inner_step(model, optimizer, rank, step)
-    assert bits(trainable(model)) == bits(trainable(uninterrupted))
-    assert [r.digest for r in resumed.reports] == [r.digest for r in loco.reports[1:]]

@@ -12,7 +12,7 @@ from tests.loco.naive import Naive
 from tests.loco.ranks import Model, adam, bits, inner_step
 
 EVERY = 2
-LOCO = ("sync_every", "value_dtype", "overlap", "outer_lr", "exchange")  # arguments of PulseLoCo
+LOCO = ("sync_every", "value_dtype", "gate_scale", "overlap", "outer_lr", "exchange")  # arguments of PulseLoCo
 
 
 class Trainer:

@@ -18,11 +18,9 @@ from pulse_rl.loco import log8, payload
 from pulse_rl.loco.gate import GATES, Sends, cast
 from pulse_rl.loco.payload import NO_BITS, Coding, SharedSegment
 from tests.kernels.test_loco import SEEDS, SIZES, state
-from tests.loco.test_payload import DOCUMENT, decoded, golden, refusals, same, sealed
+from tests.loco.test_payload import DOCUMENT, SCALE, decoded, encoded, golden, refusals, same, sealed, trained
 from tests.naive import loco as reference
 from tests.naive import sends as naive
-
-SCALE = st.sampled_from([1 / 1024, 1.0, 7.0, 1024.0])
 
 
 def sends_of(shared: Any, live: Any, residual: Any, gate: str, scale: float, turn: int = 0) -> Sends:
@@ -145,40 +143,6 @@ def test_parameters_of_zero_move() -> None:
     found = sends_of(shared, live, residual, "bfloat16", 7.0)
     assert len(found.indices) == 100
     assert np.allclose(found.values, -1e-5, rtol=0.21)
-
-
-def trained(shapes: list[tuple[int, ...]], step: float, seed: int, coding: Coding) -> tuple[Any, Any]:
-    random = np.random.default_rng(seed)
-    segments, sends = [], []
-    for shape in shapes:
-        shared = random.normal(0, 0.03, int(np.prod(shape))).astype(np.float32)
-        live = (shared + step * random.normal(0, 1, len(shared))).astype(np.float32)
-        momentum = (step * random.normal(0, 5, len(shared)) * (random.random(len(shared)) < 0.7)).astype(np.float32)
-        found = classes.classes_of(shared, momentum, loco.GRIDS[coding.gate], coding.scale)
-        segments.append(SharedSegment(shape, 0, shared, NO_BITS, found))
-        sends.append(sends_of(shared, live, np.zeros_like(shared), coding.gate, coding.scale))
-    return segments, sends
-
-
-def encoded(sends: list[Sends], segments: list[SharedSegment], coding: Coding) -> bytes:
-    pairs = zip(sends, segments, strict=True)
-    return payload.encode([payload.in_order(one, segment, coding) for one, segment in pairs], segments, coding)
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.sampled_from([(), (1,), (7, 9), (300,), (40, 64)]), min_size=1, max_size=5),
-    st.sampled_from([0.0, 1e-6, 1e-4, 1e-2, 1e30]),
-    st.integers(0, 1000),
-    st.sampled_from(GATES),
-    SCALE,
-)
-def test_what_is_encoded_is_decoded(shapes: Any, step: float, seed: int, gate: str, scale: float) -> None:
-    coding = Coding(gate, "log8", scale)
-    segments, sends = trained(shapes, step, seed, coding)
-    data = encoded(sends, segments, coding)
-    assert len(data) <= payload.limit([segment.size for segment in segments])
-    assert same(decoded(data, segments, coding), sends)
 
 
 GOLDEN = """

@@ -12,7 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import pulse_rl as pulse
 from pulse_rl.loco.meeting import names
 from pulse_rl.store.base import Store
-from tests.loco.ranks import Model, Ranks, adam, bits, good, inner_step, trainable
+from tests.loco.naive import Naive
+from tests.loco.ranks import bits, trainable
 from tests.loco.store_trainers import EVERY, Trainer, enter, fine, in_turn, leave, naive, run_rounds, together
 from tests.store import servers
 
@@ -25,41 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def store() -> Store:
     return pulse.open_store("memory://")
-
-
-def over_gloo(group: Any, rank: int, size: int) -> list[Any]:
-    """θ and residual after each of two rounds, of each kind of trainer."""
-    after = []
-    for kind, options in KINDS:
-        model = Model()
-        optimizer = adam(model)
-        with getattr(pulse, kind)(model, optimizer, sync_every=EVERY, process_group=group, **options) as loco:
-            for step in range(2 * EVERY):
-                inner_step(model, optimizer, rank, step)
-        state = loco.state_dict()
-        after.append((bits(state["theta"]), bits(trainable(model)), bits(state["residual"].get(str(rank), {}))))
-    return after
-
-
-KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("PulseLoCo", {"value_dtype": "log8"}),
-    ("PulseLoCo", {"value_dtype": "bfloat16", "overlap": 1}),
-    ("DiLoCo", {}),
-]
-
-
-def test_the_bits_are_those_of_gloo(ranks: Ranks) -> None:
-    expected = good(ranks(over_gloo, 3))
-    for number, (kind, options) in enumerate(KINDS):
-        store = pulse.open_store("memory://")
-        trainers = [Trainer(store, rank, 3, kind=kind, **options) for rank in range(3)]
-        enter(*trainers)
-        run_rounds(trainers, 2)
-        # With overlap this is the end of the last round, for which all are needed.
-        fine(together(*[lambda one=one: leave(one) for one in trainers]))
-        for rank, one in enumerate(trainers):
-            residual = one.residual if kind == "PulseLoCo" else {}
-            assert (one.theta, bits(trainable(one.model)), residual) == expected[rank][number]
 
 
 def test_a_round_whose_outer_step_overflows_is_not_committed() -> None:
@@ -80,47 +46,54 @@ def test_a_round_whose_outer_step_overflows_is_not_committed() -> None:
     assert not any("commit" in info.name for info in store.list(""))
 
 
-def test_rounds_are_those_of_plain_torch(tmp_path: Path) -> None:
-    """In a directory; a report says what went through the store."""
-    trainers = [Trainer(tmp_path / "store", rank) for rank in BOTH]
+@pytest.mark.parametrize(
+    ("where", "kind", "options"),
+    [
+        ("directory", "PulseLoCo", {"value_dtype": "float32"}),
+        ("s3", "PulseLoCo", {"value_dtype": "float32"}),  # a service that honours If-None-Match
+        ("memory", "PulseLoCo", {"value_dtype": "log8", "gate_scale": 7.0}),
+        ("memory", "PulseLoCo", {"value_dtype": "bfloat16", "overlap": 1}),
+        ("memory", "DiLoCo", {}),
+    ],
+)
+def test_rounds_are_those_of_plain_torch(
+    where: str, kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So over a store they are those over Gloo, too. A report says what went through the store."""
+    if where == "s3":
+        servers.use_s3(monkeypatch, servers.moto())
+    bucket = f"s3://{servers.s3_bucket()}/run" if where == "s3" else ""
+    place = {"directory": str(tmp_path / "store"), "s3": bucket, "memory": pulse.open_store("memory://")}[where]
+    trainers = [Trainer(place, rank, kind=kind, **options) for rank in BOTH]
     enter(*trainers)
-    expected = naive([dict.fromkeys(BOTH, EVERY)] * 2, [BOTH] * 2)
-    for theta, residuals in expected:
-        run_rounds(trainers)
+    plain = Naive(dense=kind == "DiLoCo", **{name: value for name, value in options.items() if name != "overlap"})
+    plain.join(*BOTH)
+    overlap = options.get("overlap", 0)
+    for step in range(2 * EVERY + overlap):
+        plain.steps(range(step, step + 1), *BOTH)
+        fine(together(*[lambda one=one: one.take(1) for one in trainers]))
+        if (step + 1) % EVERY == 0:
+            plain.begin()
+        if step + 1 < EVERY or (step + 1) % EVERY != overlap:
+            continue
+        plain.end()
         for rank, one in enumerate(trainers):
-            assert (one.theta, one.residual) == (theta, residuals[rank])
+            assert (one.theta, bits(trainable(one.model))) == (plain.theta, bits(trainable(plain.trainers[rank].model)))
+            assert kind == "DiLoCo" or one.residual == plain.residual(rank)
             report = one.loco.report
             assert (report.workers, report.counted, report.exchange) == (2, True, "store")
             assert report.digest == one.loco.digest
             assert report.received_nbytes == trainers[1 - rank].loco.report.sent_nbytes
-    leave(*trainers)
+    fine(together(*[lambda one=one: leave(one) for one in trainers]))
 
 
-def test_rounds_through_s3_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that honours If-None-Match; one that ignores it is refused before anything is written."""
-    servers.use_s3(monkeypatch, servers.moto())
-    bucket = f"s3://{servers.s3_bucket()}/run"
-    trainers = [Trainer(bucket, rank) for rank in BOTH]
-    enter(*trainers)
-    run_rounds(trainers, 2)
-    theta, residuals = naive([dict.fromkeys(BOTH, EVERY)] * 2, [BOTH] * 2)[1]
-    for rank, one in enumerate(trainers):
-        assert (one.theta, one.residual) == (theta, residuals[rank])
-    leave(*trainers)
+def test_a_service_that_ignores_if_none_match_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     servers.use_s3(monkeypatch, servers.rclone())
     with pytest.raises(pulse.StoreError, match="put-if-absent"):
         Trainer("s3://bucket/run", 0).loco.__enter__()
     assert not pulse.open_store("s3://bucket/run").list("trainers")
-
-
-def test_a_late_trainer_is_waited_for(store: Store) -> None:
-    trainers = [Trainer(store, rank) for rank in BOTH]
-    enter(*trainers)
-    fine(together(trainers[0].rounds, in_turn(lambda: time.sleep(0.3), trainers[1].rounds)))
-    ((theta, residuals),) = naive([dict.fromkeys(BOTH, EVERY)], [BOTH])
-    for rank, one in enumerate(trainers):
-        assert (one.theta, one.residual) == (theta, residuals[rank])
-    leave(*trainers)
 
 
 def test_what_comes_too_late_counts_in_the_next_round(store: Store) -> None:
@@ -272,6 +245,11 @@ def test_steps_that_no_round_exchanged_are_a_warning(
     fine(together(*[lambda one=one: share(one) for one in trainers]))
     assert not caplog.records
     assert len({pulse.digest(one.model) for one in trainers}) == 1
+    lone = Trainer(pulse.open_store("memory://"), 0, 1)
+    with pytest.raises(KeyError), lone.loco:  # an error that ends the context is reported alone
+        lone.take(1)
+        raise KeyError
+    assert not caplog.records
 
 
 def test_a_command_for_a_history_says_where_the_open_round_is(tmp_path: Path) -> None:
@@ -282,14 +260,6 @@ def test_a_command_for_a_history_says_where_the_open_round_is(tmp_path: Path) ->
     with pytest.raises(FileNotFoundError, match="no history in .*, but trainers that meet there: .*trainers/rounds"):
         pulse.status(str(tmp_path))
     assert [each.name for each in (tmp_path / "trainers" / "rounds").iterdir()] == ["000000000001"]
-
-
-def test_an_error_that_ends_the_context_is_reported_alone(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    one = Trainer(store, 0, 1)
-    with pytest.raises(KeyError), one.loco:
-        one.take(1)
-        raise KeyError
-    assert not caplog.records
 
 
 def test_trainers_that_count_rounds_end_together_after_a_restart(store: Store) -> None:
@@ -349,7 +319,7 @@ def test_old_rounds_are_pruned_and_nobody_can_end_them_again(store: Store, caplo
     first, slept = Trainer(store, 0, **options), Trainer(store, 1, **options)
     enter(first, slept)
     first.rounds(1)
-    old = slept.save()
+    before, old = slept.theta, first.save()
     first.rounds(6)
     left = {names.round_of(info.name) for folder in (names.ROUNDS, names.PAYLOADS) for info in store.list(folder)}
     assert left == {5, 6, 7}
@@ -358,7 +328,7 @@ def test_old_rounds_are_pruned_and_nobody_can_end_them_again(store: Store, caplo
     with pytest.raises(pulse.ExchangeError, match="start it again") as caught:
         slept.rounds()
     assert (caught.value.ranks, caught.value.round) == ((1,), 1)
-    assert slept.theta == bits(old["loco"]["theta"])
+    assert slept.theta == before
     leave(slept)
     again = Trainer(store, 1, **options)
     enter(again)
@@ -371,6 +341,13 @@ def test_old_rounds_are_pruned_and_nobody_can_end_them_again(store: Store, caplo
         meeting._commit(_of_round(commit, 8))
     assert names.commit_name(8) not in [info.name for info in store.list(names.ROUNDS)]
     leave(first, again)
+    # A checkpoint that is older than all rounds starts from the anchor, too.
+    meeting.board.store.delete(names.FIRST)
+    older = Trainer(store, 0, **options)
+    older.load(old)
+    enter(older)
+    assert (older.loco.round, older.theta) == (7, first.theta)
+    leave(older)
 
 
 def _of_round(commit: Any, round: int) -> Any:
@@ -378,21 +355,6 @@ def _of_round(commit: Any, round: int) -> Any:
 
     offers = tuple(msgspec.structs.replace(offer, round=round) for offer in commit.offers)
     return msgspec.structs.replace(commit, round=round, offers=offers)
-
-
-def test_a_checkpoint_older_than_all_rounds_starts_from_the_anchor(store: Store) -> None:
-    options: dict[str, Any] = {"late_after": 0, "anchor_every": 2, "retain": 1}
-    first = Trainer(store, 0, **options)
-    enter(first)
-    first.rounds()
-    state = first.save()
-    first.rounds(4)
-    leave(first)
-    again = Trainer(store, 0, **options)
-    again.load(state)
-    enter(again)
-    assert (again.loco.round, again.theta) == (5, first.theta)
-    leave(again)
 
 
 def test_everything_is_signed_where_there_is_a_key(store: Store) -> None:

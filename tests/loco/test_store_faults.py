@@ -135,15 +135,6 @@ def test_a_model_of_other_shapes_is_refused(store: Store) -> None:
     leave(first)
 
 
-def test_a_number_that_differs_is_shown_with_the_digits_that_tell(store: Store) -> None:
-    first = Trainer(store, 0, outer_lr=0.1 + 0.2)
-    enter(first)
-    for outer_lr, told in ((0.5, "outer_lr=0.3, .* found 0.5:"), (0.3, "outer_lr=0.30000000000000004, .* found 0.3:")):
-        with pytest.raises(pulse.IntegrityError, match=told):
-            Trainer(store, 1, outer_lr=outer_lr).loco.__enter__()
-    leave(first)
-
-
 def test_a_state_of_another_run_is_refused(store: Store) -> None:
     """Of a later round than the run's, or of other weights; nothing is changed."""
     trainers = [Trainer(store, rank) for rank in (0, 1)]

@@ -25,23 +25,13 @@ def check_numbers(*, sync_every: int, overlap: int, outer_lr: float, outer_momen
         )
 
 
-def check_scale(chosen: float | None) -> None:
-    """Raises ValueError for a gate's scale out of range."""
-    if chosen is not None and not 1 / SCALES <= chosen <= SCALES:
-        raise ValueError(f"gate_scale: expected None, or from 1/{SCALES} to {SCALES}, found {chosen}")
-
-
-def default_scale(value_dtype: str, outer_lr: float, outer_momentum: float) -> float:
-    """The gate's scale: with log8 what the outer optimizer makes of a sent value in all; else 1, as published."""
-    gain = outer_lr / (1 - outer_momentum)
-    return min(max(gain, 1 / SCALES), SCALES) if value_dtype == "log8" else 1.0
-
-
-def check_choices(*choices: tuple[str, str, Sequence[str]]) -> None:
-    """Each is an argument's name, its value, and the known ones. Raises ValueError for an unknown value."""
-    for name, value, known in choices:
+def check_choices(scale: float | None, **choices: tuple[str, Sequence[str]]) -> None:
+    """Raises ValueError for a gate's scale out of range, or an unknown value. choices: of each the known ones too."""
+    for name, (value, known) in choices.items():
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
+    if scale is not None and not 1 / SCALES <= scale <= SCALES:
+        raise ValueError(f"gate_scale: expected None, or from 1/{SCALES} to {SCALES}, found {scale}")
 
 
 def trainable(model: torch.nn.Module, inner_optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:

@@ -1,6 +1,6 @@
 """The state of a trainer as a dict that torch.save and torch.distributed.checkpoint both take.
 
-    kind                            "PulseLoCo" or "DiLoCo"; where it is absent, the tensors alone tell them apart
+    kind                            "PulseLoCo" or "DiLoCo"
     round, inner_steps, workers     whole numbers
     theta, momentum                 name → float32 tensor of the parameter's shape, the same on all ranks
     residual                        str(rank) → name → likewise: in each rank's dict only its own
@@ -54,16 +54,21 @@ def state_dict(trainer: Trainer, place: RankPlace, workers: int | None) -> dict[
 def load_state_dict(trainer: Trainer, place: RankPlace, state: dict[str, Any]) -> None:
     """Load a state. All of it is checked before anything is changed."""
     masters = trainer.masters
-    tables = _tables(state)
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected what state_dict gave, a dict, found {type(state).__name__}")
+    if missing := [name for name in ("kind", *_COUNTS, *_TABLES) if name not in state]:
+        raise ValueError(f"state: expected what state_dict gave, found one without {', '.join(missing)}")
+    tables: dict[str, Mapping[Any, Any]] = {name: state[name] for name in _TABLES}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise TypeError(f"{name}: expected a dict, found {type(table).__name__}")
     done, inner_steps, workers = (_whole_number(state, name) for name in _COUNTS)
     if workers < 1:
         raise ValueError(f"workers: expected at least 1 trainer, found {workers}")
-    if (kind := state.get("kind", _kind(masters))) != _kind(masters):
-        raise ValueError(f"expected the state of a {_kind(masters)}, found that of a {kind}, which keeps other tensors")
-    if not masters.residual and tables["residual"]:
+    if (kind := state["kind"]) != _kind(masters):
         raise ValueError(
-            f"expected a state without residuals, as DiLoCo keeps none, found those of ranks "
-            f"{', '.join(map(str, tables['residual']))}: changes would be lost; load it into PulseLoCo"
+            f"expected the state of a {_kind(masters)}, found that of a {printable(str(kind)[:80])}, which keeps other "
+            "tensors"
         )
     if workers != place.size and inner_steps:
         raise ValueError(
@@ -93,18 +98,6 @@ def load_state_dict(trainer: Trainer, place: RankPlace, state: dict[str, Any]) -
 
 def _kind(masters: Masters) -> str:
     return "PulseLoCo" if masters.residual else "DiLoCo"
-
-
-def _tables(state: object) -> dict[str, Mapping[Any, Any]]:
-    """θ, momentum and residuals of a state. Raises TypeError or ValueError if something lacks or is no mapping."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state: expected what state_dict gave, a dict, found {type(state).__name__}")
-    if missing := [name for name in (*_COUNTS, *_TABLES) if name not in state]:
-        raise ValueError(f"state: expected what state_dict gave, found one without {', '.join(missing)}")
-    for name in _TABLES:
-        if not isinstance(state[name], Mapping):
-            raise TypeError(f"{name}: expected a dict, found {type(state[name]).__name__}")
-    return {name: state[name] for name in _TABLES}
 
 
 def _whole_number(state: Mapping[str, Any], name: str) -> int:

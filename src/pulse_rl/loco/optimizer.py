@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from pulse_rl.loco.arguments import check_choices, check_scale, default_scale
+from pulse_rl.loco.arguments import SCALES, check_choices
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.elastic import Membership
 from pulse_rl.loco.exchange import EXCHANGES, Exchange
@@ -77,13 +77,15 @@ class PulseLoCo(LocalSteps):
         exchange: Exchange = "auto",
     ) -> None:
         check_choices(
-            ("gate", gate, GATES), ("value_dtype", value_dtype, VALUE_DTYPES), ("exchange", exchange, EXCHANGES)
+            gate_scale,
+            gate=(gate, GATES),
+            value_dtype=(value_dtype, VALUE_DTYPES),
+            exchange=(exchange, EXCHANGES),
         )
         if exchange == "split" and isinstance(process_group, StoreGroup):
             raise ValueError(
                 "exchange: expected auto or gather with a StoreGroup, where all read all payloads, found split"
             )
-        check_scale(gate_scale)
         self.gate = gate
         self._given_scale = gate_scale
         self.value_dtype = value_dtype
@@ -99,8 +101,12 @@ class PulseLoCo(LocalSteps):
         )
 
     def _contribute(self, process_group: object) -> Contribution:
-        given, default = self._given_scale, default_scale(self.value_dtype, self.outer_lr, self.outer_momentum)
-        self.gate_scale = default if given is None else given
+        if self._given_scale is not None:
+            self.gate_scale = self._given_scale
+        elif self.value_dtype == "log8":  # what the outer optimizer makes of a sent value in all
+            self.gate_scale = min(max(self.outer_lr / (1 - self.outer_momentum), 1 / SCALES), SCALES)
+        else:  # as published
+            self.gate_scale = 1.0
         coding = Coding(self.gate, self.value_dtype, self.gate_scale)
         return Contribution(self._masters, coding, self._members.turn, self.exchange)
 

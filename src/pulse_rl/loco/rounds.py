@@ -8,13 +8,12 @@
 
 A round: every rank finds s = residual + (θ − live) and what of it to send; all exchange; g is the mean over all W
 ranks; θ takes one step of SGD with Nesterov momentum along g; the live parameters become θ; and the digests of θ are
-compared. (PULSELoCo: arXiv 2602.03839; DiLoCo: arXiv 2311.08105.) The inner optimizer's state stays each rank's own.
-All ranks take the same number of inner steps: one that skips a step keeps the others waiting.
+compared. (PULSELoCo: arXiv 2602.03839; DiLoCo: arXiv 2311.08105.) All ranks take the same number of inner steps: one
+that skips a step keeps the others waiting. The inner optimizer's state and buffers stay each rank's own.
 
-A trainer is entered (`_steps`) or not, a thread of it exchanges a round (`_background`) or none does, and it has failed
-or not. From a round's begin in the caller's thread to its end it has, so that any error or interruption leaves it so:
-then start again from a checkpoint. With overlap it has not while the thread exchanges. Such a round ends `overlap`
-inner steps later, by `sync()`, or when the context is left.
+From a round's begin in the caller's thread to its end a trainer counts as failed, so that any error or interruption
+leaves it so: then start again from a checkpoint. It does not while a thread exchanges a round in the background; such
+a round ends `overlap` inner steps later, by `sync()`, or when the context is left.
 
 With overlap=n > 0 a round ends n inner steps after it began:
 
@@ -24,14 +23,13 @@ With overlap=n > 0 a round ends n inner steps after it began:
 So g is the same function of θ, residual and frozen as without overlap, and what is sent and what is kept still add up
 to s, bit for bit; but the n steps were taken from parameters without the round's outcome. They stay on top of θ and
 are part of the next round's pseudo-gradient, which begins `sync_every` steps after this one did, so each inner step
-counts once. (Streaming DiLoCo, arXiv 2501.18512, mixes instead: live = α·live + (1 − α)·θ. torchft has that as
-fragment_sync_delay and fragment_update_alpha.) Neither θ nor live depends on when the others' bytes arrived.
+counts once. (Streaming DiLoCo, arXiv 2501.18512, mixes instead: live = α·live + (1 − α)·θ.) Neither θ nor live
+depends on when the others' bytes arrived.
 
 Nothing of a trainer's state changes until all that it needs of a round has arrived and been checked; from then on only
 the machine can fail. So an error leaves θ, momentum and residual as before the round. Only where a worker is lost in a
 round's very last exchange can others be one whole round apart; then start again from a common checkpoint. Where
 trainers come and go (`elastic`), those that are left exchange a failed round again, and all commit it or none.
-Buffers (running statistics, say) are not shared.
 """
 
 import time
