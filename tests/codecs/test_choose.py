@@ -118,8 +118,9 @@ def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path, caplog: pyt
     caplog.clear()
     taken_up = pulse.Publisher(store)
     for state in states[3:5]:
-        report = taken_up.publish(state, background=True)
-        taken_up.flush()
+        taken_up.publish(state, background=True)
+        report = taken_up.flush()
+        assert report is not None
         assert report.codec == other
         assert report.codec_reason is not None
         assert report.codec_reason.endswith("as before: no bandwidth of a link is known")

@@ -56,12 +56,14 @@ def publish_parts(store: Store, old: Any, new: Any, cut: Cut, ranks: int, *, cod
     assert base is not None
     before, after = layout(old), layout(new)
     coded = [
-        find(cut_layout(before, rank, cut), cut_layout(after, rank, cut), codecs=[CODECS[codec]], tied=after.tied)[0]
+        find(
+            cut_layout(before, rank, cut), cut_layout(after, rank, cut), codecs=[CODECS[codec]], tied=after.tied
+        ).code()[0]
         for rank in range(ranks)
     ]
     base_digest = int(base.digest, 16)
     assert digests.state_digest(before) == base_digest
-    target_digest = base_digest + sum(part.delta for part in coded)
+    target_digest = base_digest + sum(part.found.delta for part in coded)
     assert (target_digest - digests.state_digest(after)) % (1 << 64) == 0
     sequence, version, token = base.sequence + 1, base.version + 1, new_token()
     listed = parts_name(sequence, token)

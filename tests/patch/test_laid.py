@@ -78,13 +78,14 @@ def test_what_changed_since_a_version_is_what_a_comparison_finds(seed: int, code
     overlay = what_was_overwritten(versions)
     since = Since.of(overlay, newest)
     assert since is not None
-    (found,) = encode.find(newest, newest, codecs=[CODECS[codec]], since=since)
-    (slow,) = encode.find(overlay.over(newest), newest, codecs=[CODECS[codec]])
-    (plain,) = encode.find(layout(versions[0]), newest, codecs=[CODECS[codec]])
+    (found,) = encode.find(newest, newest, codecs=[CODECS[codec]], since=since).code()
+    (slow,) = encode.find(overlay.over(newest), newest, codecs=[CODECS[codec]]).code()
+    (plain,) = encode.find(layout(versions[0]), newest, codecs=[CODECS[codec]]).code()
     for other in (slow, plain):
         assert found.blocks == other.blocks
-        assert found.counts.tolist() == other.counts.tolist()
-        assert (found.delta, found.nonfinite, found.table) == (other.delta, other.nonfinite, other.table)
+        mine, its = found.found, other.found
+        assert mine.counts.tolist() == its.counts.tolist()
+        assert (mine.delta, mine.nonfinite, mine.table) == (its.delta, its.nonfinite, its.table)
 
 
 def test_only_weights_in_plain_memory_that_are_cut_alike_are_looked_at_in_columns() -> None:

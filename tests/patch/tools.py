@@ -130,11 +130,11 @@ def parts_of(shares: Sequence[tuple[Any, Any]], *, codec: str, base: int = 0, ta
     """The parts of one patch that processes make of their shares, (old, new) of each."""
     found = []
     for old, new in shares:
-        (coded,) = find(layout(old), layout(new), codecs=[CODECS[codec]], digest_old=True)
+        (coded,) = find(layout(old), layout(new), codecs=[CODECS[codec]], digest_old=True).code()
         found.append(coded)
     empty = digests.empty_digest(layout(shares[0][0]))  # in the digest of each share, and once in that of the whole
-    before = sum(coded.base - empty for coded in found) + empty
-    after = before + sum(coded.delta for coded in found)
+    before = sum(coded.found.base - empty for coded in found) + empty
+    after = before + sum(coded.found.delta for coded in found)
     return [
         coded.finish(
             base=base, target=target, base_digest=before, target_digest=after, part=part, parts=len(found)

@@ -4,11 +4,13 @@ import logging
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import pulse_rl as pulse
 from pulse_rl.store.base import Store
+from pulse_rl.sync.publish.encoding import Encoder
 from tests.conftest import Trainee
 from tests.store.through import Through, failing, nothing, waiting
 
@@ -54,8 +56,46 @@ def test_the_weights_may_be_modified_at_once(gate: Through, trainee: Trainee, an
         assert publisher.flush() is None
 
 
+@pytest.mark.parametrize("codec", ["context", "gap", "auto"])
+def test_a_patch_is_the_same_in_the_background(codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, although the weights are other ones when it is coded; also where changes are too many to wait."""
+    genuine, found, held = Encoder.code, {}, list[bool]()
+    for background in (False, True):
+        go_on = threading.Event()
+
+        def code(self: Encoder, uncoded: Any, bandwidth: Any, until: threading.Event = go_on) -> Any:
+            assert until.wait(30)
+            held.append(bool(uncoded.mine.held._runs))
+            return genuine(self, uncoded, bandwidth)
+
+        monkeypatch.setattr(Encoder, "code", code)
+        store = pulse.open_store("memory://")
+        random = np.random.default_rng(0)
+        weights = {name: random.integers(0, 1 << 15, 60_000, np.uint16).reshape(200, 300) for name in "abc"}
+        with pulse.Publisher(store, codec=codec) as publisher:
+            publisher.publish(weights, version=0)
+            for version, some in enumerate([0.001, 0.02, 1.0, 0.001], 1):
+                weights["a"][random.random(weights["a"].shape) < some] += 1
+                weights["b"][random.random(weights["b"].shape) < some] ^= 1
+                kept = {name: tensor.copy() for name, tensor in weights.items()}
+                if not background:
+                    go_on.set()
+                publisher.publish(weights, version=version, background=background)
+                for tensor in weights.values():
+                    tensor[:] = 0
+                go_on.set()
+                publisher.flush()
+                go_on.clear()
+                for name, tensor in weights.items():
+                    tensor[:] = kept[name]
+        patches = [manifest.patch for manifest in pulse.History(store).manifests()]
+        found[background] = [bytes(store.get(patch.name)) for patch in patches if patch]
+    assert found[False] == found[True]
+    assert len(found[True]) == 4
+    assert held == [False] * 4 + [True, True, False, True]
+
+
 def test_the_next_version_waits_for_the_one_before(gate: Through, trainee: Trainee) -> None:
-    """It is encoded meanwhile, against the version in flight."""
     publisher = pulse.Publisher(gate, cast="bfloat16")
     publisher.publish(trainee.step(), version=0)
     go_on = threading.Event()

@@ -136,7 +136,6 @@ class Run(NamedTuple):
     changes: Changes  # (k,) of all
     replaced: UIntArray  # (k,) the old bits of the changed elements
     old: OldReader
-    every: Read  # all new bits of a segment
     memory: MemoryRows  # where the old bits lie
     usable: NDArray[np.bool_]  # (segments,) whether kernels can use them there without `read`
     device: Device  # in whose memory that is
@@ -145,6 +144,12 @@ class Run(NamedTuple):
     def segments(self) -> int:
         """How many they are."""
         return self.specs.segments
+
+    def every(self, number: int) -> UIntArray:
+        """All new bits of a segment, (size,)."""
+        new, here = self.old.one(number).flatten(), slice(*self.edges[number : number + 2])
+        cpu.scatter(new, self.changes.indices[here], self.changes.values[here])
+        return new
 
     def at(self, start: int, stop: int) -> "Run":
         """Some of the segments."""
@@ -155,7 +160,6 @@ class Run(NamedTuple):
             changes=Changes(self.changes.indices[first:last], self.changes.values[first:last]),
             replaced=self.replaced[first:last],
             old=self.old.after(start),
-            every=lambda number: self.every(start + number),
             memory=self.memory.at(some),
             usable=self.usable[some],
         )
@@ -214,15 +218,10 @@ def run_of(segment: SegmentChanges) -> Run:
         replaced = np.empty(len(changes.indices), old.dtype)
         (cpu.gather if old.ndim == 1 else cpu.gather_rows)(old, changes.indices, replaced)
 
-    def every(number: int) -> UIntArray:
-        new = read().flatten()
-        cpu.scatter(new, changes.indices, changes.values)
-        return new
-
     (specs,) = specs_of([spec])
     memory = memory_at([lies or Lies(0, 1, spec.size, 0)], segment)
     usable, edges = np.array([lies is not None]), np.array([0, spec.changed])
-    return Run(specs, edges, changes, replaced, OldReader(lambda number: read()), every, memory, usable, device)
+    return Run(specs, edges, changes, replaced, OldReader(lambda number: read()), memory, usable, device)
 
 
 class OldBits(NamedTuple):

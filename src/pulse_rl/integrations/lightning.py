@@ -55,7 +55,7 @@ class PulseCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
         if trainer.global_step != self._step:  # not within an accumulation of gradients
             self._step = trainer.global_step
             self._steps.step(pl_module, self._step)
-            pl_module.log_dict(self._steps.scalars)
+            pl_module.log_dict(self._steps.take_scalars())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._steps.end(pl_module, trainer.global_step)

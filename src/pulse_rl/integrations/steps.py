@@ -6,6 +6,7 @@ step itself. Every rank publishes where the ranks hold shares of the weights, el
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,10 +25,7 @@ log = logger(__name__)
 
 
 class StepPublisher:
-    """Publishes the model of a training loop. The arguments are those of the callbacks.
-
-    scalars: of the last version, for the framework's log.
-    """
+    """Publishes the model of a training loop. The arguments are those of the callbacks."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class StepPublisher:
         self._publisher: Publisher | None = None  # from the beginning to the end of training, where this one publishes
         self._files: Mapping[str, bytes] = {}
         self._offset: int | None = None  # a version minus its step; None while the newest version is not known
-        self.scalars: dict[str, float] = {}
+        self._scalars: dict[str, float] = {}
 
     def begin(self, model: Any, step: int, *, first: bool, files: Callable[[], Mapping[str, bytes]]) -> None:
         """Publish the model before its first step.
@@ -89,6 +87,11 @@ class StepPublisher:
         if publisher is not None:
             self._attempt(publisher.flush if publisher is self._given else publisher.close, step)
 
+    def take_scalars(self) -> dict[str, float]:
+        """Those of the last version that was committed, for the framework's log; none where they were taken before."""
+        scalars, self._scalars = self._scalars, {}
+        return scalars
+
     def _source(self, model: Any) -> Any:
         return model if self._weights is None else self._weights(model)
 
@@ -103,6 +106,8 @@ class StepPublisher:
         if self._offset is None:
             newest = publisher.resume()
             self._offset = 0 if newest is None else max(0, newest + 1 - step)
+        clock = time.perf_counter()
+        before = publisher.flush()
         report = publisher.publish(
             weights,
             version=step + self._offset,
@@ -111,12 +116,14 @@ class StepPublisher:
             metadata={"step": step},
             like=like,
         )
-        self.scalars = {
-            "pulse/version": report.version,
-            "pulse/payload_bytes": report.patch_nbytes,
-            "pulse/changed_ratio": report.density,
-            "pulse/publish_seconds": report.total_s,
-        }
+        committed = before if report.pending else report
+        if committed is not None:
+            self._scalars = {
+                "pulse/version": committed.version,
+                "pulse/payload_bytes": committed.patch_nbytes,
+                "pulse/changed_ratio": committed.density,
+                "pulse/publish_seconds": time.perf_counter() - clock,
+            }
 
     def _attempt(self, work: Callable[[], object], step: int) -> None:
         try:

@@ -1,10 +1,12 @@
 """From two states of weights to a patch: find the changes, code them, keep the digest.
 
 Held at once are a group's changes up to a fixed budget (`scan`), one open block and the coded blocks: never a second
-model. Changes are found once, whatever the number of codecs that code them.
+model. Changes are found once, whatever the number of codecs that code them. The new weights are read by `find` alone:
+what is to be coded without them, as in the background, is held up to a budget of its own.
 
-A process that holds shares of the weights makes a part: it covers the pieces that the process owns. `find` codes it;
-once the parts' deltas are added up, the digests are known, and `finish` puts the file together.
+A process that holds shares of the weights makes a part: it covers the pieces that the process owns. `find` finds its
+changes, and `code` codes them; once the parts' deltas are added up, the digests are known, and `finish` puts the file
+together.
 """
 
 import time
@@ -55,13 +57,11 @@ class EncodedPatch:
 
 
 @dataclass(frozen=True)
-class Coded:
-    """The changes of what this process owns, coded; not a file yet, as that names the digests of the whole weights."""
+class FoundChanges:
+    """The changes of what this process owns, some of them coded already."""
 
-    codec: str
     table: bytes
     counts: NDArray[np.int64]  # changes of each segment
-    blocks: list[CodedBlock]
     elements: int  # that it covers
     base: int  # the digest of these elements before, mod 2^64; 0 where it was not asked for
     delta: int  # what it gains, mod 2^64
@@ -69,12 +69,30 @@ class Coded:
     spoilt: str  # a tensor in which some become so; empty for none
     read_s: float
     diff_s: float
-    encode_s: float
+    codings: "list[_Coding]"  # by each codec
+    held: "_Held"  # what they do not have yet
 
     @property
     def changes(self) -> int:
         """How many elements change."""
         return int(self.counts.sum())
+
+    def code(self) -> "list[Coded]":
+        """Code what is not coded yet, with each codec. To be called once: the changes are not held any longer."""
+        self.held.give(self.codings)
+        for coding in self.codings:
+            coding.close()
+        return [Coded(coding.codec.name, self, coding.blocks, coding.encode_s) for coding in self.codings]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Changes by one codec; not a file yet, as that names the digests of the whole weights."""
+
+    codec: str
+    found: FoundChanges
+    blocks: list[CodedBlock]
+    encode_s: float
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +116,9 @@ class Coded:
             part=part,
             parts=parts,
         )
-        data, head_nbytes = patch_format.pack(header, self.table, self.counts, self.blocks)
-        return EncodedPatch(data, header, head_nbytes, self.changes, self.read_s, self.diff_s, self.encode_s)
+        found = self.found
+        data, head_nbytes = patch_format.pack(header, found.table, found.counts, self.blocks)
+        return EncodedPatch(data, header, head_nbytes, found.changes, found.read_s, found.diff_s, self.encode_s)
 
 
 def encode(
@@ -117,11 +136,10 @@ def encode(
     old, new: the same tensors in canonical order. base_digest: the digest of old if it is known; otherwise it is
     computed in the same pass. tied: further names → the name in new that stands for them. Reads the new weights once.
     """
-    patches = []
-    for coded in find(old, new, codecs=codecs, digest_old=base_digest is None, tied=tied):
-        before = coded.base if base_digest is None else base_digest
-        patches.append(coded.finish(base=base, target=target, base_digest=before, target_digest=before + coded.delta))
-    return patches
+    found = find(old, new, codecs=codecs, digest_old=base_digest is None, tied=tied)
+    before = found.base if base_digest is None else base_digest
+    after = before + found.delta
+    return [one.finish(base=base, target=target, base_digest=before, target_digest=after) for one in found.code()]
 
 
 def find(
@@ -133,14 +151,16 @@ def find(
     tied: Mapping[str, str] | None = None,
     recorder: Recorder | None = None,
     since: Since | None = None,
-) -> list[Coded]:
-    """Find and code the changes of the pieces that this process owns, once with each codec.
+    hold_nbytes: float = 0,
+) -> FoundChanges:
+    """Find the changes of the pieces that this process owns, to be coded once with each codec.
 
     old, new: the same tensors in canonical order, old in the same pieces as new or larger ones. digest_old: whether to
     add up the digest of old too. tied: further names → the name that stands for them. recorder: gets the old bits of
-    all that changes. since: finds what changes in old's place, which is then the new weights themselves. Reads the new
-    weights once.
+    all that changes. since: finds what changes in old's place, which is then the new weights themselves. hold_nbytes:
+    of changes to hold until `code`; more are coded at once. Reads the new weights once, and old until all is coded.
     """
+    held = _Held(hold_nbytes)
     codings = [_Coding(codec) for codec in codecs]
     table = derived(new, entries_of)
     groups = groups_of(table)
@@ -151,7 +171,7 @@ def find(
     lying = derived(old, _lying, table, groups) if conditional and since is None else _nowhere(table, groups)
     for group, first, section in sections_of(Segments(table, groups)):
         entries, sections = [table[number] for number in group.tensors], [section]
-        segments = _Segments(group, entries, old, new, lying.at(first, len(group.places) * len(entries)), first, since)
+        segments = _Segments(group, entries, old, lying.at(first, len(group.places) * len(entries)), first, since)
         done = 0  # of these
         for edges, (indices, values), replaced in scan.find(group, entries):
             changed = np.diff(edges)
@@ -166,32 +186,23 @@ def find(
                 recorder.add(sections, changed, Changes(indices, replaced))
                 sections = []
             run = segments.run(done, edges, Changes(indices, values), replaced)
-            boundaries = segments.boundaries(done, len(changed))
-            for coding in codings:
-                coding.add(run, boundaries)
+            held.add(run, segments.boundaries(done, len(changed)), codings)
             done += len(changed)
     stream = derived(new, _table_of, table, tied)
     base = scan.base + (digests.empty_digest(old) if digest_old else 0)
-    coded, all_counts = [], np.concatenate(counts or [np.empty(0, np.int64)])
-    for coding in codings:
-        coding.close()
-        coded.append(
-            Coded(
-                coding.codec.name,
-                stream,
-                all_counts,
-                coding.blocks,
-                derived(table, patch_format.covered)[0],
-                base & digests.MASK,
-                scan.delta & digests.MASK,
-                nonfinite,
-                spoilt,
-                scan.read_s,
-                scan.diff_s,
-                coding.encode_s,
-            )
-        )
-    return coded
+    return FoundChanges(
+        stream,
+        np.concatenate(counts or [np.empty(0, np.int64)]),
+        derived(table, patch_format.covered)[0],
+        base & digests.MASK,
+        scan.delta & digests.MASK,
+        nonfinite,
+        spoilt,
+        scan.read_s,
+        scan.diff_s,
+        codings,
+        held,
+    )
 
 
 def _table_of(tensors: Mapping[str, Bits], table: Sequence[Entry], tied: Mapping[str, str] | None) -> bytes:
@@ -231,7 +242,6 @@ class _Segments(NamedTuple):
     group: CutGroup
     entries: Sequence[Entry]  # its tensors
     old: Mapping[str, Bits]
-    new: Mapping[str, Bits]
     lying: _Lying
     begun: int  # the number of the first one
     since: Since | None  # finds what changes, where old is new
@@ -243,10 +253,6 @@ class _Segments(NamedTuple):
     def _read(self, number: int) -> UIntArray:
         name, place = self._find(number)
         return rows_of(self.old[name], place)
-
-    def _every(self, number: int) -> UIntArray:
-        name, place = self._find(number)
-        return rows_of(self.new[name], place).flatten()
 
     def _reader(self) -> OldReader:
         return OldReader(self._read) if self.since is None else self.since.older(self.group, self.begun, self._read)
@@ -262,7 +268,6 @@ class _Segments(NamedTuple):
             changes,
             replaced,
             self._reader().after(first),
-            lambda number: self._every(first + number),
             self.lying.memory.at(slice(first, first + count)),
             self.lying.usable[first : first + count],
             self.lying.device,
@@ -346,3 +351,24 @@ class _Coding:
             self.encode_s += time.perf_counter() - clock
             self._open, self._segments, self._nbytes = [], 0, 0
             self._spans, self._span_nbytes, self._end = [0], 0, None
+
+
+class _Held:
+    """Changes that are not coded yet, in order. most_nbytes: more are coded at once."""
+
+    def __init__(self, most_nbytes: float) -> None:
+        self._left = most_nbytes
+        self._runs: list[tuple[Run, Mapping[int, int]]] = []  # with the boundaries in it
+
+    def add(self, run: Run, boundaries: Mapping[int, int], codings: Sequence[_Coding]) -> None:
+        self._runs.append((run, boundaries))
+        self._left -= sum(array.nbytes for array in (*run.changes, run.replaced))
+        if self._left < 0:
+            self.give(codings)
+
+    def give(self, codings: Sequence[_Coding]) -> None:
+        """Give what is held to the codecs, and hold it no longer."""
+        while self._runs:
+            run, boundaries = self._runs.pop(0)
+            for coding in codings:
+                coding.add(run, boundaries)

@@ -43,8 +43,8 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
         on_error: What an error of the publisher or its store does: "raise" ends the training, with "warn" it goes on
             and the next version is tried. A model that cannot be published ends it always.
         log: The trainer, whose log takes `pulse/version`, `pulse/payload_bytes`, `pulse/changed_ratio` and
-            `pulse/publish_seconds` of the last version at its `logging_steps`, and so every tracker in `report_to`.
-            Seconds are those that training waited. Default: none.
+            `pulse/publish_seconds` of the last committed version at its `logging_steps`, and so every tracker in
+            `report_to`: in the background it is the one before. Seconds are those that the step waited. Default: none.
 
     Raises:
         ValueError: `every` is below 1.
@@ -78,8 +78,7 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
         self._steps.step(model, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        scalars, self._steps.scalars = self._steps.scalars, {}
-        if scalars and self._trainer is not None:
+        if self._trainer is not None and (scalars := self._steps.take_scalars()):
             log_scalars(self._trainer, scalars)
 
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:

@@ -76,7 +76,7 @@ class Exchange:
             bulk_nbytes += full_nbytes * len(sending.dense)
         payload_nbytes = full_nbytes if sending.base is None else sparse_nbytes
         elements, changes = sides.sent.elements, sum(part.changes for part in parts)
-        encode_s = encoded.patch.encode_s if encoded and encoded.patch else 0.0
+        encode_s = encoded.patch.encode_s if encoded else 0.0
         prove_s = encoded.prove_s if encoded else 0.0
         assert sending.target is not None
         return ChannelReport(

@@ -57,6 +57,7 @@ class ChannelSender:
         self._base: Layout | None = None  # its bits; None where changes are collected instead
         self._pieces = b""  # the fingerprint of what this sender owns of it
         self._kept = Kept()
+        self._copy: Layout | None = None  # of all bits, where there are no changes
         self.encoded: Encoded | None = None
         self.payload: Payload | None = None
         self.sends = 0  # that succeeded
@@ -72,7 +73,7 @@ class ChannelSender:
         assert version is not None
         check_version("version", version)
         refuse_adapters(weights)
-        self.encoded = self.payload = None
+        self._copy = self.encoded = self.payload = None
         return self._kept.layout(weights, cast=self._cast)
 
     def agree(self, sides: ChannelSides, share: Share) -> bool:
@@ -86,29 +87,28 @@ class ChannelSender:
         with self._ranks.collective() if self._ranks.size > 1 else nullcontext():
             if sending.base is None:
                 self.held = self._base = None  # its memory is needed
-                encoded = self.encoded = copy_whole(share, self._ranks, "host" if self._collected is None else None)
-                return Findings(encoded.digest)
+                new = copy_whole(share, self._ranks, "host" if self._collected is None else None)
+                self._copy = new.copy
+                return Findings(new.digest)
             before = self._base if self._collected is None else self._collected.before(share.own)
             assert before is not None  # a sender with a base has it or collects it
+            encoder, speed = self._encoders[sending.sides.cut], self._bandwidth or bandwidth or FAST
             try:
-                encoded = self.encoded = self._encoders[sending.sides.cut].encode(
-                    Base(before, sending.base),
-                    share,
-                    sending.version,
-                    self._bandwidth or bandwidth or FAST,
-                    count=self._collected is not None,
+                new = encoder.find(
+                    Base(before, sending.base), share, sending.version, speed, count=self._collected is not None
                 )
+                assert new.uncoded is not None  # there is a base
+                encoded = self.encoded = encoder.code(new.uncoded, speed)
             except IntegrityError:
                 self.held = None  # the base is not what the changes start from
                 raise
-        assert encoded.patch is not None
         patch = unpack(encoded.patch.data)
         if self._statistics:
             self.payload = _payload(encoded, patch, share.own)
         dense, sparse = _kinds(patch)
         header, nbytes = patch.header, len(encoded.patch.data)
         return Findings(
-            encoded.digest, encoded.patch.changes, header.codec, nbytes, encoded.patch.head_nbytes, dense, sparse
+            new.digest, encoded.patch.changes, header.codec, nbytes, encoded.patch.head_nbytes, dense, sparse
         )
 
     def part(self, sending: Sending, source: int) -> Flow | None:
@@ -116,7 +116,6 @@ class ChannelSender:
         if source != sending.sides.rank:
             return None
         assert self.encoded is not None
-        assert self.encoded.patch is not None
         return giving([np.frombuffer(self.encoded.patch.data, np.uint8)])
 
     def bits(self, sending: Sending, source: int) -> Flow | None:
@@ -135,14 +134,13 @@ class ChannelSender:
 
     def write(self, sending: Sending) -> None:
         """The version that was sent is the next base."""
-        self.held, encoded = None, self.encoded
-        assert encoded is not None
+        self.held = None
         if self._collected is not None:
             self._collected.clear()
-        elif encoded.application is not None:
-            encoded.application.write()
+        elif self.encoded is not None:
+            self.encoded.application.write()
         else:
-            self._base = encoded.copy
+            self._base = self._copy
         self.held, self._pieces = sending.target, fingerprint_of(sending.share.own)
         self.sends += 1
 
@@ -164,7 +162,6 @@ def _payload(encoded: Encoded, patch: Patch, own: Layout) -> Payload:
     gaps = np.zeros(1 << 16, np.int64)
     counts: dict[int, int] = {}  # of each value
     changes = value_nbytes = 0
-    assert encoded.application is not None
     for name, place, _, old in encoded.application.replaced():
         new = place_view(own[name], place).gather(0, old.indices)
         distances = np.diff(old.indices.astype(np.int64), prepend=-1) - 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.sync.publish.baseline import Baseline
-from pulse_rl.sync.publish.encoding import Encoded
+from pulse_rl.sync.publish.encoding import Encoded, NewVersion
 from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import place_view
@@ -42,14 +42,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One version, from its encoding to its commit. It does not change; the memory of the baseline does."""
+    """One version, from its changes to its commit. It does not change; the memory of the baseline does."""
 
     manifest: Manifest  # all of it but its objects
     start: VersionStart
     plan: SharePlan  # who owns what
-    encoded: Encoded
+    new: NewVersion
     assets: Mapping[str, bytes]  # small files to put with an anchor
     clock: Clock  # made when publish was called
+    encoded: Encoded | None = None  # None until it is coded, and where there is no patch
 
     @property
     def base(self) -> Manifest | None:
@@ -59,18 +60,21 @@ class Attempt:
     @property
     def tensors(self) -> Layout:
         """The memory of the baseline."""
-        found = self.encoded.copy if self.start.base is None else self.start.base.tensors
+        found = self.new.copy if self.start.base is None else self.start.base.tensors
         assert found is not None  # without a base, the weights were copied
         return found
 
     def move(self) -> None:
         """Write the proved patch into the baseline. Where this is interrupted, the memory may hold either version."""
-        if self.encoded.application is not None:
+        if self.encoded is not None:
             self.encoded.application.write()
 
     def undo(self) -> Baseline | None:
-        """Write back what the move overwrote. Returns the baseline of the base; None where that was not kept."""
-        replaced = self.encoded.replaced
+        """Write back what the move overwrites, whether it has begun or not.
+
+        Returns the baseline of the base; None where that was not kept.
+        """
+        replaced = self.new.replaced
         if self.base is None or replaced is None:
             return None
         for name, place, (indices, values) in replaced.replaced():

@@ -1,7 +1,6 @@
 """Putting a version into the store: its objects, the manifest that commits it, then skip patches and pruning.
 
-Everything here reads the publisher's baseline, which holds the version and does not change meanwhile. So it can run in
-the background, while the trainer takes its next step.
+Everything here reads the publisher's baseline, which holds the version and does not change meanwhile.
 
 Several ranks put their parts of a patch at once. The first rank puts the list of them and commits, after all others
 have succeeded; the history's trail and its pruning are its business too.
@@ -45,6 +44,7 @@ from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.freed import return_freed
 from pulse_rl.sync.publish.anchors import put_anchor_together
 from pulse_rl.sync.publish.attempt import Attempt
+from pulse_rl.sync.publish.encoding import Encoded
 from pulse_rl.sync.publish.skips import Skips, find_skip, prove_skip
 from pulse_rl.weights.layout import Layout
 
@@ -58,6 +58,7 @@ class Delivered:
     """A version that is committed."""
 
     manifest: Manifest  # on the first rank with all its objects, on others without the trail
+    encoded: Encoded | None
     skip_nbytes: int
     put_s: float  # until the commit
     skip_s: float  # making and putting skip patches
@@ -149,12 +150,13 @@ class Delivery:
 
     def _put_parts(self, attempt: Attempt) -> Manifest:
         """Put every rank's part of the patch. Returns the manifest with the patch."""
-        manifest, base, patch = attempt.manifest, attempt.base, attempt.encoded.patch
-        if patch is None or base is None:
+        manifest, base = attempt.manifest, attempt.base
+        if attempt.encoded is None or base is None:
             return manifest
+        patch = attempt.encoded.patch
         ref = self._put_patch("put a patch", patch, manifest.sequence, attempt.start.token)
         fields = {name: getattr(ref, name) for name in PatchObject.__struct_fields__}
-        changes = attempt.encoded.changes
+        changes = attempt.new.changes
         described = PatchRef(**fields, base=base.version, codec=patch.header.codec, changes=changes)
         return msgspec.structs.replace(manifest, patch=described)
 
@@ -224,15 +226,14 @@ class Delivery:
         if self._ranks.rank:
             return manifest
         self._check_one_store(manifest)
-        patch = attempt.encoded.patch
-        if manifest.patch is None or patch is None or attempt.base is None:
+        if manifest.patch is None or attempt.encoded is None or attempt.base is None:
             self._next_trail = Trail(manifest.sequence)
             return manifest
         link = PatchLink(manifest.patch, attempt.base.sequence, state_of(manifest))
         self._next_trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
         encoded = self._next_trail.encode()
         trail_ref = refer(trail_name(manifest.sequence, attempt.start.token), encoded)
-        data, name = self._first_object(patch, manifest.patch), manifest.patch.name
+        data, name = self._first_object(attempt.encoded.patch, manifest.patch), manifest.patch.name
         manifest = msgspec.structs.replace(manifest, trail=trail_ref)
         decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
         with ThreadPoolExecutor(1) as pool:  # both at once saves a round trip
@@ -290,7 +291,7 @@ class Delivery:
         for warning in warnings:
             log.warning("version %d is published, but: %s", manifest.version, warning)
         put_s, skip_s = committed - start, skipped - committed
-        return Delivered(manifest, skip_nbytes, put_s, skip_s, "; ".join(warnings) or None)
+        return Delivered(manifest, attempt.encoded, skip_nbytes, put_s, skip_s, "; ".join(warnings) or None)
 
     def _delete_objects(self, sequence: int, token: str) -> None:
         """Delete the objects of a version that will not be committed: they may be what fills the disk."""
@@ -306,7 +307,7 @@ class Delivery:
 
     def _put_skips(self, attempt: Attempt, manifest: Manifest) -> int:
         """Make and put the skip patches that are due. Returns their bytes."""
-        if attempt.encoded.patch is None or attempt.base is None:
+        if attempt.encoded is None or attempt.base is None:
             self._skips.clear()
             return 0
         try:
@@ -317,7 +318,7 @@ class Delivery:
             raise
 
     def _make_skips(self, attempt: Attempt, before: State, now: State, codec: Codec) -> int:
-        replaced, newest = attempt.encoded.replaced, attempt.tensors
+        replaced, newest = attempt.new.replaced, attempt.tensors
 
         def add() -> tuple[list[tuple[State, Overlay]], list[int]]:
             if replaced is None:
@@ -342,7 +343,7 @@ class Delivery:
 
         def find() -> tuple[Coded, _Skip]:
             coded = find_skip(overlay, newest, codec)
-            return coded, _Skip(coded.delta, new_token())
+            return coded, _Skip(coded.found.delta, new_token())
 
         coded, found = self._ranks.do_and_share("code a skip patch", find, _Skip)
         delta = sum(one.delta for one in found)

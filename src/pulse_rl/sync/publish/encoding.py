@@ -1,8 +1,10 @@
-"""A new version as a patch against the baseline: encoded, decoded again and proved, by the codec that is chosen.
+"""A new version as a patch against the baseline: found, coded, decoded again and proved, by the codec that is chosen.
 
-Each rank encodes what it owns. What the digest gains is added up over the ranks, so each part of the patch names the
-digests of the whole weights. A version without a patch is copied. Nothing is written here, neither to the baseline nor
-to a store.
+Each rank finds and codes what it owns. What the digest gains is added up over the ranks, so each part of the patch
+names the digests of the whole weights. A version without a patch is copied. Nothing is written here, neither to the
+baseline nor to a store.
+
+Only `find` reads the weights. Between it and `code`, which may run in the background, the base must not change.
 """
 
 import time
@@ -12,7 +14,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import Chooser, Trial
 from pulse_rl.errors import IntegrityError
 from pulse_rl.group.ranks import Ranks
@@ -20,7 +21,7 @@ from pulse_rl.history.trail import State
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
-from pulse_rl.patch.encode import Coded, EncodedPatch, find
+from pulse_rl.patch.encode import EncodedPatch, FoundChanges, find
 from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Overlay, Recorder
 from pulse_rl.sync.publish.baseline import KeptOn, clone
@@ -41,8 +42,18 @@ class Base(NamedTuple):
     codec: str | None = None  # of the patch that leads to it, which another process may have made
 
 
-class Encoded(NamedTuple):
-    """A new version before it is delivered. Seconds of cast and diff are summed over threads."""
+class Uncoded(NamedTuple):
+    """What a patch will hold."""
+
+    base: Base
+    version: int  # that the patch leads to
+    mine: FoundChanges  # of what this rank owns
+    gained: int  # what the digest gains over all ranks
+    density: float  # changes of all ranks for each element
+
+
+class NewVersion(NamedTuple):
+    """A version that is found, or copied. Seconds of cast and diff are summed over threads."""
 
     digest: str
     changes: int  # of all parts together
@@ -50,12 +61,17 @@ class Encoded(NamedTuple):
     spoilt: str  # a tensor in which some have become so; empty for none
     cast_s: float
     copy: Layout | None = None  # of what this rank owns, where there is no patch
-    patch: EncodedPatch | None = None  # this rank's part
-    application: Application | None = None  # proved: writes that part into the baseline
-    replaced: Overlay | None = None  # what it overwrites there; None if that is not kept, or too much
-    nbytes: int = 0  # of all parts together
-    codec_reason: str | None = None
-    prove_s: float = 0.0  # of every codec that was tried
+    uncoded: Uncoded | None = None
+    replaced: Overlay | None = None  # what the patch overwrites in the base; None if that is not kept, or too much
+
+
+class Encoded(NamedTuple):
+    """A patch that is coded and proved."""
+
+    patch: EncodedPatch  # this rank's part
+    application: Application  # writes that part into the baseline
+    codec_reason: str
+    prove_s: float  # of every codec that was tried
 
 
 class _Found(msgspec.Struct, array_like=True):
@@ -81,7 +97,7 @@ class Encoder:
         self._auto = codec == "auto"
         self._taken: str | None = None  # the codec of the version before
 
-    def encode(
+    def find(
         self,
         base: Base,
         share: Share,
@@ -89,83 +105,99 @@ class Encoder:
         bandwidth: float | None,
         *,
         keep_nbytes: float = 0,
+        hold_nbytes: float = 0,
         count: bool = False,
-    ) -> Encoded:
-        """Encode the changes since the base, and prove that the patch leads from it to the new version. A collective.
+    ) -> NewVersion:
+        """Find the changes since the base. A collective.
 
         bandwidth: bits per second of the link that the codec is chosen for; None if it is not known. keep_nbytes: up to
-        which what the patch overwrites is kept. count: whether to count the base, which may hold other bits. Raises
-        IntegrityError if it does, or if tensors change while they are read, and ExchangeError if replicas differ.
+        which what the changes overwrite is kept. hold_nbytes: up to which they are held for `code`. count: whether to
+        count the base, which may hold other bits. Raises IntegrityError if it does, and ExchangeError if replicas
+        differ.
         """
+        ranks, before = self._ranks, int(base.state.digest, 16)
         codecs = self._chooser.codecs(bandwidth, self._taken or base.codec)
-        tried = partial(self._candidates, base, share, version, codecs, keep_nbytes, count=count)
-        if len(codecs) > 1 and self._chooser.untried:
-            tried()  # the first time may compile kernels, which says nothing about a codec
-        candidates = tried()
-        density = next(iter(candidates.values())).changes / max(1, share.plan.elements)
-        chosen = self._chooser.choose(list(candidates), density, bandwidth)
+
+        def find_mine() -> tuple[tuple[FoundChanges, Overlay | None], _Found]:
+            with Recorder(keep_nbytes) as recorder:
+                mine = find(
+                    base.tensors,
+                    share.own,
+                    codecs=codecs,
+                    digest_old=count,
+                    tied=share.plan.tied,
+                    recorder=recorder,
+                    hold_nbytes=hold_nbytes,
+                )
+                replaced = _overlay(recorder, version)
+            replicas = share.replicas(ranks.rank)
+            said = _Found(mine.base, mine.delta, mine.changes, replicas, mine.nonfinite, mine.spoilt)
+            return (mine, replaced), said
+
+        def find_all() -> NewVersion:
+            (mine, replaced), found = ranks.do_and_share("find changes", find_mine, _Found)
+            _require_equal_replicas(ranks, share, found)
+            if count and (counted := sum(one.base for one in found) & digests.MASK) != before:
+                raise _not_collected(base.state.digest, digests.to_hex(counted))
+            gained, changes = (sum(getattr(one, name) for one in found) for name in ("delta", "changes"))
+            return NewVersion(
+                digests.to_hex(before + gained),
+                changes,
+                sum(one.nonfinite for one in found),
+                _spoilt(found),
+                mine.read_s,
+                uncoded=Uncoded(base, version, mine, gained, changes / max(1, share.plan.elements)),
+                replaced=replaced,
+            )
+
+        new = find_all()
+        if len(codecs) > 1 and self._chooser.untried and new.uncoded is not None:
+            self._candidates(new.uncoded)  # the first time may compile kernels, which says nothing about a codec
+            new = find_all()
+        return new
+
+    def code(self, uncoded: Uncoded, bandwidth: float | None) -> Encoded:
+        """Code what was found, and prove that the patch leads from the base to the new version. A collective.
+
+        To be called once. bandwidth: as in `find`. Raises IntegrityError if the patch does not lead there.
+        """
+        candidates = self._candidates(uncoded)
+        chosen = self._chooser.choose(list(candidates), uncoded.density, bandwidth)
         if self._auto and chosen.codec != self._taken and self._ranks.rank == 0:
-            log.info("version %d: codec %s from here on: %s", version, chosen.codec, self._chooser.reason)
+            log.info("version %d: codec %s from here on: %s", uncoded.version, chosen.codec, self._chooser.reason)
         self._taken = chosen.codec
         prove_s = sum(trial.decode_s for trial in candidates)  # decoding and proving
-        return candidates[chosen]._replace(codec_reason=self._chooser.reason, prove_s=prove_s)
+        return Encoded(*candidates[chosen], self._chooser.reason, prove_s)
 
-    def _candidates(
-        self, base: Base, share: Share, version: int, codecs: Sequence[Codec], keep_nbytes: float, *, count: bool
-    ) -> dict[Trial, Encoded]:
-        """The version by each codec that is worth a try."""
-        ranks, state, before = self._ranks, base.state, int(base.state.digest, 16)
-
-        def find_mine() -> tuple[tuple[list[Coded], Overlay | None], _Found]:
-            with Recorder(keep_nbytes) as recorder:
-                tied = share.plan.tied
-                coded = find(base.tensors, share.own, codecs=codecs, digest_old=count, tied=tied, recorder=recorder)
-                replaced = _overlay(recorder, version)
-            one, replicas = coded[0], share.replicas(ranks.rank)
-            return (coded, replaced), _Found(one.base, one.delta, one.changes, replicas, one.nonfinite, one.spoilt)
-
-        (coded, replaced), found = ranks.do_and_share("find changes", find_mine, _Found)
-        _require_equal_replicas(ranks, share, found)
-        if count and (counted := sum(one.base for one in found) & digests.MASK) != before:
-            raise _not_collected(state.digest, digests.to_hex(counted))
-        total = sum(one.delta for one in found)
+    def _candidates(self, uncoded: Uncoded) -> dict[Trial, tuple[EncodedPatch, Application]]:
+        """The patch by each codec that is worth a try."""
+        ranks, (base, version, mine, gained, _) = self._ranks, uncoded
+        before = int(base.state.digest, 16)
 
         def prove_mine() -> tuple[list[tuple[EncodedPatch, Application]], list[Trial]]:
             live = derived(base.tensors, each_alone)
             parts, trials = [], []
-            for mine in coded:
+            for coded in mine.code():
                 start = time.perf_counter()
-                patch = mine.finish(
-                    base=state.version,
+                patch = coded.finish(
+                    base=base.state.version,
                     target=version,
                     base_digest=before,
-                    target_digest=before + total,
+                    target_digest=before + gained,
                     part=ranks.rank,
                     parts=ranks.size,
                 )
                 application = Application(patch_format.unpack(patch.data), live)
-                application.prove(before, partial(_added_up, total - mine.delta))
+                application.prove(before, partial(_added_up, gained - mine.delta))
                 parts.append((patch, application))
-                trials.append(Trial(mine.codec, len(patch.data), mine.encode_s, time.perf_counter() - start))
+                trials.append(Trial(coded.codec, len(patch.data), coded.encode_s, time.perf_counter() - start))
             return parts, trials
 
         parts, tried = ranks.do_and_share("prove a patch", prove_mine, list[Trial])
-        trials = [_together(mine) for mine in zip(*tried, strict=True)]
-        whole = Encoded(
-            digests.to_hex(before + total),
-            sum(one.changes for one in found),
-            sum(one.nonfinite for one in found),
-            _spoilt(found),
-            coded[0].read_s,
-            replaced=replaced,
-        )
-        return {
-            trial: whole._replace(patch=patch, application=application, nbytes=trial.nbytes)
-            for trial, (patch, application) in zip(trials, parts, strict=True)
-        }
+        return dict(zip([_together(trials) for trials in zip(*tried, strict=True)], parts, strict=True))
 
 
-def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> Encoded:
+def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> NewVersion:
     """A version as a copy of what each rank owns. A collective.
 
     kept_on: where the copy is kept; None for none, so that the weights stand for it. Raises ExchangeError if replicas
@@ -183,7 +215,7 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> Encoded:
     copy, found = ranks.do_and_share("copy the weights", copy_mine, _Found)
     _require_equal_replicas(ranks, share, found)
     digest, nonfinite = digests.to_hex(sum(one.delta for one in found)), sum(one.nonfinite for one in found)
-    return Encoded(digest, 0, nonfinite, _spoilt(found), time.perf_counter() - start, copy)
+    return NewVersion(digest, 0, nonfinite, _spoilt(found), time.perf_counter() - start, copy)
 
 
 def _added_up(elsewhere: int, mine: int) -> int:

@@ -1,9 +1,10 @@
 """One line of versions, the weights as they are published or a view of them: its baseline, its codec, its delivery.
 
-A version is encoded and moved here; `pipeline` says when, and what follows.
+A version is found, coded and moved here; `pipeline` says when, and what follows.
 """
 
-from pulse_rl.errors import ExchangeError
+from dataclasses import replace
+
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.trail import state_of
 from pulse_rl.logs import logger
@@ -19,9 +20,11 @@ from pulse_rl.weights.names import warn_of_prefix
 
 log = logger(__name__)
 
+MAX_HELD = 1 / 4  # of the model's bytes: changes that wait for the background; more are coded while they are found
+
 
 class Line:
-    """Encodes the versions of one line, and moves its baseline.
+    """Finds and codes the versions of one line, and moves its baseline.
 
     anchor_every: as of `Publisher`.
     """
@@ -32,10 +35,10 @@ class Line:
         self.position, self.delivery = position, delivery
         self._ranks, self._encoder, self._anchor_every = ranks, encoder, anchor_every
 
-    def encode(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
-        """Encode the weights as the next version, proved; as the first one, or without a baseline, copy them.
+    def find(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
+        """Find what the next version changes; for the first one, or without a baseline, copy the weights.
 
-        A collective.
+        A collective. From here on the baseline is the attempt's, until it is settled.
         """
         head, base, share = start.head, start.base, given.share
         if head is not None:
@@ -49,37 +52,43 @@ class Line:
         else:
             warn_of_prefix(plan.tensors)
         if head is None or base is None:
-            encoded, anchor, nonfinite = copy_whole(share, self._ranks, self.position.kept_on), True, 0
+            new, anchor, nonfinite = copy_whole(share, self._ranks, self.position.kept_on), True, 0
         else:
             before = Base(base.tensors, state_of(head), head.patch.codec if head.patch else None)
-            kept = base.tensors.held_nbytes * MAX_OVERLAY
-            encoded = self._encoder.encode(before, share, version, start.bandwidth, keep_nbytes=kept)
+            held = base.tensors.held_nbytes
+            new = self._encoder.find(
+                before,
+                share,
+                version,
+                start.bandwidth,
+                keep_nbytes=held * MAX_OVERLAY,
+                hold_nbytes=held * MAX_HELD if request.background else 0,
+            )
             anchor = request.anchor or start.sequence - head.anchor_sequence >= self._anchor_every
             nonfinite = head.nonfinite
         manifest = new_manifest(
             start.sequence,
             version,
-            digest=encoded.digest,
+            digest=new.digest,
             tensors=plan,
             head=head,
             publisher=self.delivery.publisher,
             anchor=anchor,
             metadata=given.metadata,
-            nonfinite=max(0, nonfinite + encoded.nonfinite),
+            nonfinite=max(0, nonfinite + new.nonfinite),
         )
         if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
-            found_odd = nonfinite_warning(manifest, encoded.spoilt) or "all weights are finite again"
+            found_odd = nonfinite_warning(manifest, new.spoilt) or "all weights are finite again"
             log.warning("version %d: %s", version, found_odd)
-        return Attempt(manifest, start, plan, encoded, given.files, clock)
-
-    def move(self, attempt: Attempt) -> None:
-        """Move the baseline to the new version, on all ranks or none. A collective."""
         self.position.baseline = None  # until it is known what its memory holds
-        try:
-            self._ranks.do("move the baseline", attempt.move)
-        except ExchangeError:  # it is moved here, and another rank could not
-            self.position.baseline = attempt.undo()
-            raise
+        return Attempt(manifest, start, plan, new, given.files, clock)
+
+    def advance(self, attempt: Attempt) -> Attempt:
+        """Code what was found, and move the baseline to the new version. A collective. Returns what is to be put."""
+        if attempt.new.uncoded is not None:
+            attempt = replace(attempt, encoded=self._encoder.code(attempt.new.uncoded, attempt.start.bandwidth))
+        self._ranks.do("move the baseline", attempt.move)
+        return attempt
 
     def settle(self, attempt: Attempt) -> bool:
         """After a delivery, take the baseline back: of the version if it is committed, else of the one before.

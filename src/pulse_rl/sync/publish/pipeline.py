@@ -1,8 +1,9 @@
-"""The way of one version on the trainer's side: encode → move → put → commit, or undo.
+"""The way of one version on the trainer's side: find → code → move → put → commit, or undo.
 
-    encode    find and code the changes since the baseline, and prove that they lead to the new version
-    move      write them into the baseline; from here on nothing reads the trainer's weights, so what follows can go on
-              in the background
+    find      find the changes since the baseline; from here on nothing reads the trainer's weights, so what follows can
+              go on in the background
+    code      code them, and prove that they lead to the new version
+    move      write them into the baseline
     put       put the objects into the store, and commit the manifest
     undo      where the version was not committed: write back what the move overwrote
 
@@ -11,13 +12,13 @@ An `Attempt` is one version on this way, and does not change. The pipeline is in
     state      committed          baseline       in flight
     empty      None               None           None          nothing is known of the history
     ready      version n          of version n   None
-    in flight  version n or None  None           the attempt that the background puts
+    in flight  version n or None  None           the attempt that is in the background
     broken     version n          None           None          what the baseline's memory holds is not known
 
 From empty and broken it first rebuilds the newest version, or publishes an anchor if it is asked to or there is none.
-In flight, a publish encodes meanwhile, and every call waits for the attempt. An attempt that fails is undone, or leaves
-it broken. Two rules make every line safe to interrupt: the baseline is of the committed version or None; and what
-changes its memory clears the field before, and restores it once the contents are known.
+In flight, every call waits for the attempt. An attempt that fails is undone, or leaves it broken. Two rules make every
+line safe to interrupt: the baseline is of the committed version or None; and what changes its memory clears the field
+before, and restores it once the contents are known.
 
 If rank 2 of 4 fails: what can fail on one rank alone is work of a step of `Ranks`, so it fails on all four. None goes
 on, each undoes its move, and nothing is committed; the next call begins at the version before. Where it is the first
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
 from pulse_rl.group.ranks import Ranks
@@ -46,7 +46,7 @@ log = logger(__name__)
 
 
 class _InFlight(NamedTuple):
-    """A version that is put in the background."""
+    """A version that is coded and put in the background."""
 
     future: Future[Delivered]
     attempt: Attempt
@@ -66,34 +66,26 @@ class Pipeline:
         self._in_flight: _InFlight | None = None
         self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
 
-    def begin(self, anchor: bool, share: Share | None, bandwidth: float | None) -> VersionStart:
+    def begin(self, anchor: bool, share: Share | None, bandwidth: float | None, *, look: bool = True) -> VersionStart:
         """Where the next version goes, and what comes before it. A collective.
 
         share: what this rank holds; None to find out where the history ends. bandwidth: bits per second of the link to
-        a worker; None for what was measured.
+        a worker; None for what was measured. look: as of `Position.begin`.
         """
+        self.flush()
         position = self._line.position
-        bandwidth = bandwidth or self._line.delivery.measured_bandwidth
-        if self._in_flight is not None:  # alone: ranks of a group wait for a version in flight
-            return position.after(self._in_flight.attempt.moved(), bandwidth)
         if position.baseline is None:
             self.await_pool()
-        return position.begin(anchor, share, bandwidth)
+        return position.begin(anchor, share, bandwidth or self._line.delivery.measured_bandwidth, look=look)
 
-    def encode(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
-        """Encode the weights as the next version, proved; as the first one, or without a baseline, copy them.
-
-        A collective.
-        """
+    def find(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
+        """As `Line.find`. A collective."""
         for view in self._views:
             view.check(start.head)
-        return self._line.encode(start, given, request, clock)
+        return self._line.find(start, given, request, clock)
 
     def deliver(self, attempt: Attempt, *, background: bool) -> PublishReport:
-        """Move the baseline, put the version and commit it, or undo the move. A collective."""
-        if self.flush() is not None:  # this one builds on a version that is committed by now
-            attempt = replace(attempt, start=attempt.start._replace(base=self._line.position.baseline))
-        self._line.move(attempt)
+        """Code the version, move the baseline, put the version and commit it, or undo the move. A collective."""
         if background:
             self._start(attempt)
             return publish_report(attempt, None)
@@ -104,7 +96,7 @@ class Pipeline:
         return self._report(attempt, delivered)
 
     def _start(self, attempt: Attempt) -> None:
-        """Put a version in the background."""
+        """Code and put a version in the background."""
 
         def put() -> Delivered:
             try:
@@ -121,14 +113,15 @@ class Pipeline:
         self._pool.shutdown(wait=False)  # its thread ends with this version
 
     def _put(self, attempt: Attempt) -> Delivered:
-        """Put and commit a version.
+        """Code, put and commit a version.
 
-        Where a version was in flight when the call began, the history may have been rolled back since: then no patch
+        Where nobody has looked at the store in this call, the history may have been rolled back since: then no patch
         can start from its end.
         """
         base, delivery = attempt.base, self._line.delivery
         if base is not None and not attempt.start.head_is_fresh and not holds(delivery.history.store, base):
             raise self._line.position.changed(base, delivery.history.end()[1])
+        attempt = self._line.advance(attempt)
         return delivery.deliver(attempt, {view.name: view.encode(attempt) for view in self._views})
 
     def _settle(self, attempt: Attempt) -> None:

@@ -53,16 +53,11 @@ class Position:
         self.kept_on = kept_on
         self._delivery, self._history, self._ranks = delivery, delivery.history, ranks
 
-    def after(self, before: Baseline, bandwidth: float | None) -> VersionStart:
-        """Where the version after one in flight goes. before: that version. Raises StoreError if there is no room."""
-        head = before.manifest
-        self._check_room(head.sequence + 1)
-        return VersionStart(head.sequence + 1, new_token(), bandwidth, head, before, head_is_fresh=False)
-
-    def begin(self, anchor: bool, share: Share | None, bandwidth: float | None) -> VersionStart:
+    def begin(self, anchor: bool, share: Share | None, bandwidth: float | None, *, look: bool) -> VersionStart:
         """Where the next version goes; rebuild the newest one, unless a baseline holds it or an anchor was asked for.
 
-        share: what this rank holds; None to find out where the history ends. A collective.
+        share: what this rank holds; None to find out where the history ends. look: whether to look in the store where
+        it ends; False where one process that has a baseline is to find that out later. A collective.
         """
         ranks = self._ranks
         if self.baseline is not None and share is not None:
@@ -71,8 +66,12 @@ class Position:
             elif self.kept_on != "host" and ranks.size == 1:  # after `resume`, which knows no weights
                 own = share.called(self.baseline.plan.all_names(), self.baseline.manifest.tied).own
                 self.baseline = self.baseline.near(own, self.kept_on)
-        look = partial(self._look, anchor, bandwidth)
-        head, found = ranks.do_and_share("find the newest version", look, _Standing)
+        if not look and self.baseline is not None and ranks.size == 1:
+            before = self.baseline.manifest
+            self._check_room(before.sequence + 1)
+            return VersionStart(before.sequence + 1, new_token(), bandwidth, before, self.baseline, head_is_fresh=False)
+        look_up = partial(self._look, anchor, bandwidth)
+        head, found = ranks.do_and_share("find the newest version", look_up, _Standing)
         first = found[0]
         if first.before is None:
             return VersionStart(first.sequence, first.token, first.bandwidth, None, None)

@@ -63,8 +63,10 @@ class Publisher:
     calls one of its methods meanwhile gets a RuntimeError, and a forked process a StoreError.
 
     Memory: the published bits once (the baseline), one patch (one of each codec where "auto" tries them), decoded
-    changes of up to 32 MB for each, and scratch of up to 8 MB a thread (14 MB for 8-byte elements). What the last
-    version and the last 4, 16 and 64 overwrote lies in temporary files, each of at most half the model's bytes.
+    changes of up to 32 MB for each, and scratch of up to 8 MB a thread (14 MB for 8-byte elements). With
+    `background=True` also the changes until they are coded: 8 bytes each (of 2-byte elements), up to a quarter of the
+    model's bytes; where there are more, they are coded before `publish` returns. What the last version and the last 4,
+    16 and 64 overwrote lies in temporary files, each of at most half the model's bytes.
 
     Args:
         store: A Store, or the URL or path of one.
@@ -248,9 +250,10 @@ class Publisher:
                 first.
             anchor: Publish a full checkpoint too, whatever `anchor_every` says. Where this publisher has no baseline
                 yet, it rebuilds none then, so that a damaged history can be continued: the version has an anchor only.
-            background: Return as soon as the patch is made and proved; a thread puts and commits the version, and the
-                weights may be modified. What fails there is logged, and raised by the next `publish`, `resume`, `flush`
-                or `close`. One version is in flight at a time: the next one is encoded meanwhile, then waits for it.
+            background: Return as soon as the changes are found: the weights may be modified then, and a thread codes,
+                proves, puts and commits the version. What fails there, as where another publisher has committed, is
+                logged, and raised by the next `publish`, `resume`, `flush` or `close`. One version is in flight at a
+                time: the next call waits for it. Of a first version the weights are copied.
             cast: As in `Publisher`, for this version. None: as given there.
             assets: Small files to put with an anchor (a tokenizer), name → bytes. A Transformers model's config.json is
                 added by itself.
@@ -280,8 +283,8 @@ class Publisher:
             if directory is not None:
                 request = self._intake.spool(request, Path(directory))
             given = self._intake.take(request, self._prepare)
-            start = self._pipeline.begin(anchor, given.share, self._bandwidth)
-            attempt = self._pipeline.encode(start, given, request, clock)
+            start = self._pipeline.begin(anchor, given.share, self._bandwidth, look=not background)
+            attempt = self._pipeline.find(start, given, request, clock)
         return self._pipeline.deliver(attempt, background=background)
 
     def _prepare(self) -> None:

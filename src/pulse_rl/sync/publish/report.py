@@ -24,10 +24,9 @@ class PublishReport:
         changes: Elements whose bits differ from the base.
         density: changes / elements.
         full_nbytes: Bytes of the whole model's bits.
-        patch_nbytes: Bytes of the patch, which is what an up-to-date subscriber reads; 0 without a patch. While it is
-            pending, the list of the parts that ranks of a group put is not counted.
-        pending: Whether the version is still being put in the background. Then the fields about the store are 0, and
-            `flush` returns the full report.
+        patch_nbytes: Bytes of the patch, which is what an up-to-date subscriber reads; 0 without a patch.
+        pending: Whether the version is still being coded and put in the background. Then nothing is known yet of the
+            patch and the store: these fields are 0 or None, and `flush` returns the full report.
         anchor_nbytes: Bytes of the full checkpoint; 0 unless this version has an anchor.
         skip_nbytes: Bytes of skip patches to this version, for subscribers that are several versions behind.
         sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches, those of views too.
@@ -92,24 +91,24 @@ def nonfinite_warning(manifest: Manifest, spoilt: str) -> str | None:
 
 def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishReport:
     """The report of a version. delivered: None while it is in flight."""
-    encoded, patch = attempt.encoded, attempt.encoded.patch
+    new, encoded = attempt.new, delivered.encoded if delivered else None
     manifest = delivered.manifest if delivered else attempt.manifest
-    patch_nbytes = manifest.patch.total_nbytes if manifest.patch else encoded.nbytes
+    patch_nbytes = manifest.patch.total_nbytes if manifest.patch else 0
     skip_nbytes = delivered.skip_nbytes if delivered else 0
     sent_nbytes = skip_nbytes + sum(
         one.anchor_nbytes + (one.patch.total_nbytes if one.patch else 0) + (one.trail.nbytes if one.trail else 0)
         for one in manifest.each_view()
     )
-    warnings = nonfinite_warning(manifest, encoded.spoilt), delivered.warning if delivered else None
+    warnings = nonfinite_warning(manifest, new.spoilt), delivered.warning if delivered else None
     return PublishReport(
         version=manifest.version,
-        base=patch.header.base if patch else None,
+        base=attempt.base.version if attempt.base else None,
         digest=manifest.digest,
-        codec=patch.header.codec if patch else None,
-        codec_reason=encoded.codec_reason,
+        codec=encoded.patch.header.codec if encoded else None,
+        codec_reason=encoded.codec_reason if encoded else None,
         elements=manifest.elements,
-        changes=encoded.changes,
-        density=encoded.changes / manifest.elements if manifest.elements else 0.0,
+        changes=new.changes,
+        density=new.changes / manifest.elements if manifest.elements else 0.0,
         full_nbytes=manifest.full_nbytes,
         patch_nbytes=patch_nbytes,
         pending=delivered is None,
@@ -118,10 +117,10 @@ def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishRepo
         sent_nbytes=sent_nbytes if delivered else 0,
         group_nbytes=attempt.clock.group_nbytes,
         reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
-        cast_s=encoded.cast_s,
-        diff_s=patch.diff_s if patch else 0.0,
-        encode_s=patch.encode_s if patch else 0.0,
-        prove_s=encoded.prove_s,
+        cast_s=new.cast_s,
+        diff_s=new.uncoded.mine.diff_s if new.uncoded else 0.0,
+        encode_s=encoded.patch.encode_s if encoded else 0.0,
+        prove_s=encoded.prove_s if encoded else 0.0,
         put_s=delivered.put_s if delivered else 0.0,
         skip_s=delivered.skip_s if delivered else 0.0,
         total_s=attempt.clock.seconds,

@@ -79,7 +79,7 @@ def find_skip(overlay: Overlay, newest: Layout, codec: Codec) -> Coded:
     """
     since = Since.of(overlay, newest)
     older = overlay.over(newest) if since is None else newest
-    (coded,) = encode.find(older, newest, codecs=[codec], tied=newest.tied, since=since)
+    (coded,) = encode.find(older, newest, codecs=[codec], tied=newest.tied, since=since).code()
     return coded
 
 
@@ -109,5 +109,5 @@ def prove_skip(
     )
     older = Older(lambda: overlay, lambda: {name: [bits] for name, bits in overlay.over(newest).items()})
     application = Application(unpack(patch.data), newest.derived(each_alone), before=older)
-    application.prove(before, lambda mine: mine + delta - coded.delta)
+    application.prove(before, lambda mine: mine + delta - coded.found.delta)
     return patch

@@ -65,7 +65,7 @@ class ViewLine:
             )
 
     def encode(self, version: Attempt) -> InView:
-        """Quantise a version that the baseline holds, encode it as the view's next, and move the view. A collective."""
+        """Quantise a version that the baseline holds, code it as the view's next, and move the view. A collective."""
         codes, self._codes = self._codes, None
         fresh = codes is None or codes.source is not version.tensors
         codes = self._ranks.do("look at a view", lambda: self._made(version)) if fresh or codes is None else codes
@@ -78,10 +78,9 @@ class ViewLine:
         self._ranks.do("quantise", lambda: _follow(codes, version, start, fresh=fresh))
         request = Request(None, version.manifest.version, anchored, False, None, None, None, None)
         given = Given(share, self._files(version, share), None)
-        attempt = self._line.encode(start, given, request, version.clock)
+        attempt = self._line.find(start, given, request, version.clock)
         self._attempt = attempt, codes
-        self._line.move(attempt)
-        return InView(self._form, self._line.delivery, attempt)
+        return InView(self._form, self._line.delivery, self._line.advance(attempt))
 
     def _made(self, version: Attempt) -> _Codes:
         return _Codes(Quantised(self._fp8, version.tensors, whole=self._ranks.size == 1), version.tensors)
@@ -110,7 +109,7 @@ class ViewLine:
 
 def _follow(codes: _Codes, version: Attempt, start: VersionStart, *, fresh: bool) -> None:
     """Bring codes up to a version."""
-    replaced = version.encoded.replaced
+    replaced = version.new.replaced
     if fresh and start.base is not None:
         codes.quantised.go_on(start.base.tensors)
     if fresh or replaced is None:
