@@ -71,6 +71,12 @@ def follow(
             show_default=False,
         ),
     ] = None,
+    view: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The view that engines follow: those that were started on it.", show_default=False
+        ),
+    ] = None,
     heartbeat: Annotated[
         bool, typer.Option("--heartbeat", help="Engines write what they hold to the store, for `pulse-rl status`.")
     ] = False,
@@ -112,12 +118,13 @@ def follow(
     from pulse_rl.watch.measurements import run_name
     from pulse_rl.watch.trackers import UNUSUAL
 
-    history, place = _open(store, public_key)
+    history, place = _open(store, public_key, view)
     wanted = Follow(
         store=absolute(engine_store or place),
         cache=cache,
         public_key=public_key,
         heartbeat="*" if heartbeat else None,
+        view=view,
     )
     manner = Manner(pause=pause.value, reset_caches=not keep_caches, poll=poll)
     show = _Show(as_json=as_json, once=once)
@@ -156,7 +163,7 @@ def _client(url: str, api_key: str | None, pause: Pause) -> EngineClient:
     return SGLangEngine(url.removeprefix(_SGLANG), api_key=api_key)
 
 
-def _open(store: str, public_key: str | None) -> tuple[History, str]:
+def _open(store: str, public_key: str | None, view: str | None) -> tuple[History, str]:
     """The history, which may not have begun yet, and its store."""
     from pulse_rl import History
     from pulse_rl.history.operate.targets import kind_of
@@ -169,7 +176,7 @@ def _open(store: str, public_key: str | None) -> tuple[History, str]:
     else:
         if kind != "store":
             raise ValueError(f"{store}: expected a store or the directory of a run, found a {kind}")
-    return History(place, public_key=public_key, patience=0), place
+    return History(place, public_key=public_key, patience=0, view=view), place
 
 
 class _Show:

@@ -112,6 +112,7 @@ class EngineClient:
         public_key: str | Path | None = None,
         heartbeat: str | None = None,
         patience: float = 30.0,
+        view: str | None = None,
         wait: bool | None = None,
         timeout: float = STAGE_S,
     ) -> EngineState:
@@ -127,6 +128,7 @@ class EngineClient:
             public_key: The path of a PEM file on the engine's host: a history that it did not sign is refused.
             heartbeat: An id under which the engine writes what it holds to the store, for `pulse-rl status`.
             patience: Seconds for which the engine tries a failing store again, before a stage fails.
+            view: The view of the history to follow, whose anchor the engine was started on; None: as published.
             wait: Whether to wait until it has found its weights. None: `SGLangEngine` waits, others do not.
             timeout: Seconds to wait.
 
@@ -143,6 +145,7 @@ class EngineClient:
             public_key=None if public_key is None else str(public_key),
             heartbeat=heartbeat,
             patience=patience,
+            view=view,
         )
         state = self._ask("follow", EngineState, msgspec.to_builtins(wanted))
         if self._follow_waits if wait is None else wait:

@@ -54,6 +54,7 @@ class Engines:
         cache: str | Path | None = None,
         public_key: str | Path | None = None,
         patience: float = 30.0,
+        view: str | None = None,
     ) -> list[EngineState]:
         """Tell all engines which history to follow.
 
@@ -62,6 +63,7 @@ class Engines:
             cache: Likewise.
             public_key: Likewise.
             patience: Likewise.
+            view: Likewise.
 
         Returns:
             What they hold.
@@ -69,7 +71,9 @@ class Engines:
         Raises:
             EngineError: One is out of reach, or has no plug-in.
         """
-        return self._all(lambda client: client.follow(store, cache=cache, public_key=public_key, patience=patience))
+        return self._all(
+            lambda client: client.follow(store, cache=cache, public_key=public_key, patience=patience, view=view)
+        )
 
     def stage(self, version: int | None = None, *, timeout: float = STAGE_S) -> list[EngineState]:
         """Stage a version on all engines, while they generate.

@@ -235,6 +235,7 @@ class EngineReceiver:
                 public_key=allowed.public_key,
                 heartbeat=allowed.heartbeat,
                 patience=allowed.patience,
+                view=allowed.view,
                 group=self._group,
                 overwrite=False,
             )

@@ -30,6 +30,7 @@ class Follow(msgspec.Struct, frozen=True, omit_defaults=True):
         public_key: The path of a PEM file on the engine's host: what it did not sign is refused. None: not looked at.
         heartbeat: The id under which the engine writes heartbeats to the store, for `pulse-rl status`; None: none.
         patience: Seconds for which a failure of the store that may pass is tried again.
+        view: The view of the history, as "fp8"; None: the weights as they were published.
     """
 
     store: str
@@ -37,6 +38,7 @@ class Follow(msgspec.Struct, frozen=True, omit_defaults=True):
     public_key: str | None = None
     heartbeat: str | None = None
     patience: float = 30.0
+    view: str | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from pulse_rl.engines.derived import Derived
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import UnmappedError
 from pulse_rl.integrations.vllm import plain_gemm
+from pulse_rl.integrations.vllm.quantised_rows import has_rows, rows_as_loaded
 
 _LINEAR = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that read the weights where the loader puts them
@@ -33,7 +34,8 @@ def live_views(
     """Find a history's tensors in a model of vLLM. dtype: of its activations. alone: whether this process holds all of
     the model. Raises UnmappedError."""
     derived = derived_of(model, dtype)
-    return LiveViews.of(model, model.load_weights, tensors, tied=tied, derived=derived, computes=alone)
+    with rows_as_loaded(model):
+        return LiveViews.of(model, model.load_weights, tensors, tied=tied, derived=derived, computes=alone)
 
 
 def derived_of(model: Any, dtype: torch.dtype) -> list[Derived]:
@@ -65,6 +67,10 @@ def _of_module(name: str, module: Any, dtype: torch.dtype) -> Iterable[Derived]:
 
 def _check_method(name: str, module: Any, method: Any) -> None:
     """Raise UnmappedError if this way to multiply reads other memory than the loader writes."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    if isinstance(method, BaseKVCacheMethod):
+        return  # the scales of keys and values are consumed: a history that has some is refused by the loader
     kind = type(method).__name__
     on_cpu = _on_cpu(module)
     if kind in _LINEAR:
@@ -81,7 +87,7 @@ def _check_method(name: str, module: Any, method: Any) -> None:
             )
         if not on_cpu and backend not in _EXPERTS:
             raise _refusal(name, kind, f"the backend {backend} repacks experts: start vLLM with --moe-backend triton")
-    else:
+    elif not has_rows(module):
         raise _refusal(name, kind, "what this quantisation does to the weights is not known")
 
 

@@ -52,6 +52,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     public_key: str | None = None
     heartbeat: str | None = None
     patience: float = 30.0
+    view: str | None = None
 
 
 @dataclass
