@@ -30,20 +30,14 @@ class Mark(msgspec.Struct, frozen=True):
     history: Token
 
 
-def mark_of(manifest: Manifest | None) -> Mark | None:
+def mark_of(manifest: Manifest) -> Mark:
     """The mark that names a version."""
-    return (
-        Mark(FORMAT.name, FORMAT.version, manifest.version, manifest.sequence, manifest.digest, manifest.history)
-        if manifest
-        else None
-    )
+    return Mark(FORMAT.name, FORMAT.version, manifest.version, manifest.sequence, manifest.digest, manifest.history)
 
 
 def mark(store: Store, keys: Keys, manifest: Manifest) -> None:
     """Write the mark. Raises StoreError."""
-    found = mark_of(manifest)
-    assert found is not None
-    store.put(END, keys.seal(found))
+    store.put(END, keys.seal(mark_of(manifest)))
 
 
 def read(store: Store, keys: Keys) -> Mark | None:

@@ -201,17 +201,10 @@ class History(Versions):
         if manifest.trail is None:
             return None
         # The hash is a part of the key: a history that was begun anew can have another trail to the same state.
-        key, name = (state_of(manifest), manifest.trail), manifest.trail.name
+        key = state_of(manifest), manifest.trail
         if key not in self._trails:
-            where = f"{name} in {self.store.url}"
-            if manifest.trail.nbytes > MAX_TRAIL_NBYTES:
-                raise IntegrityError(
-                    f"{where}: expected at most {MAX_TRAIL_NBYTES} bytes, its manifest says {manifest.trail.nbytes}",
-                    name=name,
-                    expected=MAX_TRAIL_NBYTES,
-                    found=manifest.trail.nbytes,
-                )
-            trail = decode_trail(fetch(self.store, manifest.trail, MAX_TRAIL_NBYTES), manifest, where)
+            data = fetch(self.store, manifest.trail, MAX_TRAIL_NBYTES)
+            trail = decode_trail(data, manifest, f"{manifest.trail.name} in {self.store.url}")
             remember(self._trails, key, trail, KEPT_TRAILS)
         return self._trails[key]
 
@@ -234,25 +227,23 @@ class History(Versions):
             raise
         if not mine:
             other = self.read(manifest.sequence)
-            raise StoreError(
-                f"another publisher ({other.publisher}) has committed version {other.version} to {self.store.url}: a "
-                "history has one publisher at a time; open a new Publisher to go on from its newest version, or use "
-                "another store",
-                url=self.store.url,
-                name=name,
-            )
+            how = f"({other.publisher}) has committed version {other.version} to {self.store.url}"
+            raise self._overtaken(how, name)
         pruned = False
         with suppress(Exception):  # the commit has succeeded; that it was pruned already is rare
             pruned = self.first() > manifest.sequence
         if pruned:
             self.store.delete(name)
-            raise StoreError(
-                f"another publisher has gone on with {self.store.url} and pruned it: a history has one publisher at a "
-                "time; open a new Publisher to go on from its newest version",
-                url=self.store.url,
-                name=name,
-            )
+            raise self._overtaken(f"has gone on with {self.store.url} and pruned it", name)
         remember(self._known, manifest.sequence, KnownManifest(manifest, self._keys.signs), KEPT)
+
+    def _overtaken(self, how: str, name: str) -> StoreError:
+        return StoreError(
+            f"another publisher {how}: a history has one publisher at a time; open a new Publisher to go on from its "
+            "newest version, or use another store",
+            url=self.store.url,
+            name=name,
+        )
 
     def seal(self, manifest: Manifest) -> bytes:
         """Encode a manifest, and read it back as every reader does: what none could read is never committed.
@@ -286,7 +277,7 @@ class History(Versions):
             Whether it is. A mark of another history, or by another key, does not count.
         """
         mark = ending.read(self.store, self._keys)
-        return mark is not None and mark == ending.mark_of(self.head())
+        return mark is not None and (head := self.head()) is not None and mark == ending.mark_of(head)
 
     def forget(self) -> None:
         """Read everything anew from now on, so that what was once read wrong is not believed for ever."""

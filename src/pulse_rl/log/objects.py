@@ -96,8 +96,7 @@ def check_size(name: str, nbytes: int, limit: int) -> None:
     """Raise IntegrityError for an object whose promised size is over the limit."""
     if nbytes > limit:
         raise IntegrityError(
-            f"{name}: expected at most {limit} bytes for a model of this size, its manifest says {nbytes}: it is "
-            "damaged, or of another model",
+            f"{name}: expected at most {limit} bytes, its manifest says {nbytes}: it is damaged, or of another model",
             name=name,
             expected=limit,
             found=nbytes,

@@ -23,7 +23,7 @@ from pulse_rl.store.base import ObjectInfo
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.requests import need_threads
 
-_STAGED = re.compile(r"(.+)#\d+")  # names of what is written beside its place
+_STAGED = re.compile(r"(.*)#\d+", re.DOTALL)  # names of what is written beside its place
 
 
 class DirectoryStore(ObjectStore):
