@@ -5,6 +5,7 @@ never wait for an answer. Without an observer, telling costs a look at an empty 
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from pulse_rl.errors import one_line
 from pulse_rl.logs import logger
 
 log = logger(__name__)
+OFTEN_S, SELDOM_S = 0.1, 10.0  # between two times that long work tells how far it is, and that it says so in the log
 
 Observer: TypeAlias = Callable[[object, object], None]  # of who tells, and what it tells
 
@@ -58,3 +60,36 @@ def telling_failures(source: object) -> Iterator[None]:
     except Exception as error:
         tell(source, error)
         raise
+
+
+class Work:
+    """Long work, as the upload of an anchor: it tells how far it is, and says so in the log every ten seconds.
+
+    Attributes:
+        what: What is done.
+        done: How many bytes of it.
+        total: How many there are.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.done, self.total = what, 0, total
+        now = time.monotonic()
+        self._tell_next, self._log_next = now + OFTEN_S, now + SELDOM_S
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        self.done = min(self.done + nbytes, self.total)  # files have headers, and a store may read one again
+        now = time.monotonic()
+        if now >= self._tell_next:
+            self._tell_next = now + OFTEN_S
+            tell(self, None)
+        if now >= self._log_next:
+            self._log_next = now + SELDOM_S
+            log.info("%s: %.3g of %.3g MB", self.what, self.done / 1e6, self.total / 1e6)
+
+    def __enter__(self) -> "Work":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done = self.total  # however it ended
+        tell(self, None)

@@ -128,6 +128,7 @@ def mirror(
     failed = False
     with ExitStack() as stack:
         stack.enter_context(exporting(metrics))
+        stack.enter_context(output.showing_work("mirror"))
         steps: list[Callable[[], Mirrored | PublishReport | None]] = []
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
             with output.checking():

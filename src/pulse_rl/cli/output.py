@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -29,6 +30,7 @@ PublicKeyFile = Annotated[
 
 
 NARROWEST = 40  # columns of a terminal in which words can be read
+LINE_S = 10.0  # between two lines that say how far something is
 CLOSED_PIPE = 128 + 13  # the exit code after SIGPIPE, as a shell reports it
 
 
@@ -120,22 +122,58 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 @contextmanager
-def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, if that is a terminal. Yields update(done, total=None, what=None)."""
+def progress(what: str, *, total: int | None = None, idle: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr if that is a terminal, else a line there every ten seconds.
+
+    Yields update(done, total=None, what=None). idle: nothing is shown before the first call, and after all is done.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, total=None, what=None: None
+        yield _Lines(what)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(what, total=total, visible=not idle)
 
         def update(done: int, total: int | None = None, what: str | None = None) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+            shown = not idle or total is None or done < total
+            bar.update(task, completed=done, total=total, description=what, visible=shown)
 
         yield update
+
+
+class _Lines:
+    """Progress for a log."""
+
+    def __init__(self, command: str) -> None:
+        self._command, self._next = command, time.monotonic() + LINE_S
+
+    def __call__(self, done: int, total: int | None = None, what: str | None = None) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + LINE_S
+            of = f" of {total:,} ({done / total:.0%})" if total else ""
+            text = f"{self._command}: {f'{what}: ' if what else ''}{done:,}{of}"
+            print(printable(text), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def showing_work(command: str) -> Iterator[None]:
+    """Show how far the channel is with what takes long, as the upload and the download of anchors, in the block."""
+    from pulse_rl.observers import Work, observe
+
+    with progress(command, idle=True) as update:
+
+        def hear(source: object, _: object) -> None:
+            if isinstance(source, Work):
+                update(source.done, source.total, source.what)
+
+        end = observe(hear)
+        try:
+            yield
+        finally:
+            end()
 
 
 @contextmanager

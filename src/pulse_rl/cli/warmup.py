@@ -37,7 +37,8 @@ def warmup(
     from pulse_rl.kernels.cpu.warmup import warm_up
 
     begun = time.perf_counter()
-    done = warm_up(cache)
+    with output.progress("warmup") as update:
+        done = warm_up(cache, update)
     spent = time.perf_counter() - begun
     chosen = None if cache is None else str(cache.absolute())
     if as_json:

@@ -17,6 +17,7 @@ from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import is_file_name
 from pulse_rl.kernels import cpu
 from pulse_rl.log.objects import ObjectRef, refer
+from pulse_rl.observers import Work
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -43,11 +44,14 @@ def put_shards(
     """Write some files of an anchor. Returns them, and the digest of the elements that were sent."""
     seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}
     refs, total = [], 0
-    for shard in shards:
-        file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors))
-        store.put(f"{directory}/{shard.name}", file)
-        refs.append(file.ref(f"{directory}/{shard.name}"))
-        total += file.digest
+    shards = list(shards)
+    nbytes = sum(tensors[name].size * tensors[name].itemsize for shard in shards for name in shard.tensors)
+    with Work(f"the upload of {directory}", nbytes) as work:
+        for shard in shards:
+            file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors), work)
+            store.put(f"{directory}/{shard.name}", file)
+            refs.append(file.ref(f"{directory}/{shard.name}"))
+            total += file.digest
     return tuple(refs), total & digests.MASK
 
 
@@ -77,8 +81,10 @@ def put_assets(store: Store, directory: str, index: bytes | None, assets: Mappin
 class _Upload:
     """One file's bytes, hashed and counted as they are sent; a store that failed may read them from the beginning."""
 
-    def __init__(self, seeds: Mapping[str, int], parts: Callable[[Callable[..., None]], Iterable[bytes]]) -> None:
-        self._seeds, self._parts = seeds, parts
+    def __init__(
+        self, seeds: Mapping[str, int], parts: Callable[[Callable[..., None]], Iterable[bytes]], work: Work
+    ) -> None:
+        self._seeds, self._parts, self._work = seeds, parts, work
 
     def _count(self, name: str, start: int, bits: UIntArray) -> None:
         self.digest += cpu.digest_range(self._seeds[name], start, bits)
@@ -89,6 +95,7 @@ class _Upload:
             self._hasher.update(part)
             self._nbytes += len(part)
             yield part
+            self._work.advance(len(part))
 
     def ref(self, name: str) -> ObjectRef:
         """The object that was sent last."""

@@ -8,7 +8,7 @@ import json
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from pulse_rl.watch.measurements import run_name
 from pulse_rl.watch.runs import RunMeter
 
 POLL_S = 0.25  # between the driver's polls of the board
+SETUP_S = 10.0  # between two lines that say who is still starting
 SHOW_S = 1.0  # between what it shows to other processes
 FINISH_S = 300  # for workers to catch up with the last versions
 OF_SERVICES = (f"{JOURNAL}*", LOCK, "trainer*.lock", f"{run_directory.POLICIES}/*/trainer*.lock")  # their files
@@ -170,6 +171,7 @@ class _Driver:
         self._pid: int | None = None  # of the Dataflow's process
         self._revived = 0  # times that it was made again
         self._show_next = time.monotonic()
+        self._setup_next = time.monotonic() + SETUP_S
 
     def watch(self) -> dict[str, dict[str, Any]]:
         """Follow the run until the trainers have ended, and the windows are done; return what the trainers returned."""
@@ -247,6 +249,9 @@ class _Driver:
                 found += measured(run_name(self._recipe.store_url(policy)), raised)
             for exporter in self._exporters:
                 exporter.take(found)
+        if time.monotonic() >= self._setup_next and (starting := _starting(status)):
+            self._setup_next = time.monotonic() + SETUP_S
+            self._display.log(f"starting: {starting}")
         notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
         for who, note in notes.items():
             if self._notes.get(who) != note:
@@ -257,6 +262,16 @@ class _Driver:
             shown = status | {"restarts": self._revived, "notes": self._notes}
             run_directory.show(self._recipe.directory, shown)
         return status
+
+
+def _starting(status: Mapping[str, Any]) -> str:
+    """Who has not started yet in a run in which no step has ended; empty where all have."""
+    policies = [name for name, policy in status["policies"].items() if policy["version"] is None]
+    workers = [name for name, worker in status["workers"].items() if not worker["versions"]]
+    if not policies and len(workers) < max(1, len(status["workers"])):
+        return ""
+    trainers = f"trainers of {', '.join(policies)}; " if policies else ""
+    return f"{trainers}{len(status['workers']) - len(workers)} of {len(status['workers'])} workers hold weights"
 
 
 class _Records:

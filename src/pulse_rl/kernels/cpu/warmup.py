@@ -3,6 +3,8 @@
 Each kernel is called once on a few elements, through the function that everybody calls: then the types are the same.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +33,36 @@ from pulse_rl.kernels.cpu.states import digest_spots, find_in_spots
 from pulse_rl.kernels.cpu.tiles import Cut, Grid, split
 
 N = 192  # elements; kernels look at 64 at a time
-FLOATS = ("BF16", "F32", "F8_E4M3", "F64")  # one of each width; what is used most comes first
+FLOATS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F64": 8}  # one of each width in bytes; what is used most comes first
 
 
-def warm_up(directory: Path | None = None) -> compiled.Warmed:
+def warm_up(
+    directory: Path | None = None, progress: Callable[[int, int, str], None] = lambda done, total, what: None
+) -> compiled.Warmed:
     """Compile what is not kept yet. The process must not have used a kernel before: those are in its memory.
 
-    directory: for the machine code, instead of the first of `compiled.places()` that can be written. Raises OSError if
-    it cannot be written.
+    directory: for the machine code, instead of the first of `compiled.places()` that can be written. progress: called
+    before each step with the number of steps done, of all, and what comes next. Raises OSError if the directory cannot
+    be written.
     """
+    steps: list[tuple[str, Callable[[], None]]] = [
+        *((f"changes of {itemsize} bytes", partial(_warm_changes, itemsize)) for itemsize in UINTS),
+        ("casts", _warm_casts),
+        ("the codec gap", _warm_gaps),
+        *(
+            (f"the codec context, {dtype}", partial(_warm_context, field_of(dtype), UINTS[width]))
+            for dtype, width in FLOATS.items()
+        ),
+        ("numbers", _warm_numbers),
+        ("PULSELoCo", _warm_loco),
+        ("quantisations", quantising.warm),
+    ]
     with compiled.keeping(directory) as kept:
         if any(kernel.overloads for kernel in compiled.KERNELS):
             raise RuntimeError("warm_up: expected a process that has not used a kernel yet")
-        for itemsize in UINTS:
-            _warm_changes(itemsize)
-        _warm_casts()
-        _warm_gaps()
-        for dtype in FLOATS:
-            _warm_context(field_of(dtype), UINTS[int(dtype.partition("_")[0].strip("BF")) // 8])
-        _warm_numbers()
-        _warm_loco()
-        quantising.warm()
+        for done, (what, step) in enumerate(steps):
+            progress(done, len(steps), what)
+            step()
     return compiled.Warmed(kept(), *compiled.so_far())
 
 

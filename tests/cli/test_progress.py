@@ -1,0 +1,104 @@
+"""How far long work is: what observers hear, and what commands show in a log and in a terminal."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl import observers
+from pulse_rl.cli import output
+from pulse_rl.cli.main import main
+from pulse_rl.flow.driver.run import _starting
+from pulse_rl.observers import Work, observe
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "OFTEN_S", 0.0)
+    monkeypatch.setattr(output, "LINE_S", 0.0)
+
+
+def test_anchors_tell_how_far_they_are(tmp_path: Path) -> None:
+    """Uploaded and downloaded: what is done rises to all bytes, of the weights or of the files."""
+    heard: dict[str, list[tuple[int, int]]] = {}
+
+    def hear(source: object, _: object) -> None:
+        if isinstance(source, Work):
+            heard.setdefault(source.what, []).append((source.done, source.total))
+
+    weights = {f"w{number}": np.arange(300_000, dtype=np.float32) for number in range(3)}
+    end = observe(hear)
+    try:
+        report = pulse.Publisher(tmp_path).publish(weights, version=7)
+        subscriber = pulse.Subscriber(tmp_path)
+        subscriber.sync(subscriber.allocate())
+    finally:
+        end()
+    upload, download = heard.values()
+    assert [what.split()[1] for what in heard] == ["upload", "download"]
+    for steps, total in ((upload, 3 * 1_200_000), (download, report.anchor_nbytes)):
+        done = [step for step, _ in steps]
+        assert done == sorted(done)
+        assert len(done) > 3
+        assert steps[-1] == (total, total)
+
+
+def test_long_work_says_so_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(observers, "SELDOM_S", 0.0)
+    caplog.set_level("INFO", "pulse_rl")
+    with Work("the upload of an anchor", 4_000_000) as work:
+        work.advance(1_000_000)
+    assert caplog.messages == ["the upload of an anchor: 1 of 4 MB"]
+
+
+def command(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    assert ended.value.code == 0
+
+
+def test_commands_say_it_in_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    pulse.Publisher(store).publish({"w": np.arange(500_000, dtype=np.float32)}, version=1)
+    command("mirror", store, tmp_path / "folders", "--once")
+    line = r"^mirror: the download of \S+ anchor of version 1: [\d,]+ of 2,000,[\d,]+ \(\d+%\)$"
+    assert re.search(line, capsys.readouterr().err, re.M)
+    command("verify", store)
+    assert re.search(r"^verify: manifest 0: 0 of 2 \(0%\)$", capsys.readouterr().err, re.M)
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    pulse.Publisher(tmp_path).publish({"w": np.arange(500_000, dtype=np.float32)}, version=1)
+    reader, writer = pty.openpty()
+    script = "from pulse_rl.cli.main import main; main()"
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", script, "verify", str(tmp_path)], stderr=writer, env=environment)
+    os.close(writer)
+    shown = os.read(reader, 1 << 16).decode()
+    assert done.returncode == 0
+    assert "━" in shown
+    assert "verify" in shown or "manifest" in shown
+
+
+@pytest.mark.parametrize(
+    ("versions", "workers", "sentence"),
+    [
+        ([None], [{}, {}], "trainers of p0; 0 of 2 workers hold weights"),
+        ([None, 3], [{}], "trainers of p0; 0 of 1 workers hold weights"),
+        ([3], [{}, {}], "0 of 2 workers hold weights"),
+        ([3], [{"p0": 3}, {}], ""),
+        ([3], [], ""),  # all have left
+    ],
+)
+def test_a_run_says_who_is_starting(versions: list[int | None], workers: list[dict[str, int]], sentence: str) -> None:
+    status = {
+        "policies": {f"p{number}": {"version": version} for number, version in enumerate(versions)},
+        "workers": {f"w{number}": {"versions": held} for number, held in enumerate(workers)},
+    }
+    assert _starting(status) == sentence
