@@ -62,7 +62,7 @@ def telling_failures(source: object) -> Iterator[None]:
         raise
 
 
-class Work:
+class LongWork:
     """Long work, as the upload of an anchor: it tells how far it is, and says so in the log every ten seconds.
 
     Attributes:
@@ -87,7 +87,7 @@ class Work:
             self._log_next = now + SELDOM_S
             log.info("%s: %.3g of %.3g MB", self.what, self.done / 1e6, self.total / 1e6)
 
-    def __enter__(self) -> "Work":
+    def __enter__(self) -> "LongWork":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ from pulse_rl import observers
 from pulse_rl.cli import output
 from pulse_rl.cli.main import main
 from pulse_rl.flow.driver.run import _starting
-from pulse_rl.observers import Work, observe
+from pulse_rl.observers import LongWork, observe
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_anchors_tell_how_far_they_are(tmp_path: Path) -> None:
     heard: dict[str, list[tuple[int, int]]] = {}
 
     def hear(source: object, _: object) -> None:
-        if isinstance(source, Work):
+        if isinstance(source, LongWork):
             heard.setdefault(source.what, []).append((source.done, source.total))
 
     weights = {f"w{number}": np.arange(300_000, dtype=np.float32) for number in range(3)}
@@ -45,14 +45,14 @@ def test_anchors_tell_how_far_they_are(tmp_path: Path) -> None:
     for steps, total in ((upload, 3 * 1_200_000), (download, report.anchor_nbytes)):
         done = [step for step, _ in steps]
         assert done == sorted(done)
-        assert len(done) > 3
+        assert len(done) > 1
         assert steps[-1] == (total, total)
 
 
 def test_long_work_says_so_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(observers, "SELDOM_S", 0.0)
     caplog.set_level("INFO", "pulse_rl")
-    with Work("the upload of an anchor", 4_000_000) as work:
+    with LongWork("the upload of an anchor", 4_000_000) as work:
         work.advance(1_000_000)
     assert caplog.messages == ["the upload of an anchor: 1 of 4 MB"]
 

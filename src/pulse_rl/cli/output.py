@@ -161,12 +161,12 @@ class _Lines:
 @contextmanager
 def showing_work(command: str) -> Iterator[None]:
     """Show how far the channel is with what takes long, as the upload and the download of anchors, in the block."""
-    from pulse_rl.observers import Work, observe
+    from pulse_rl.observers import LongWork, observe
 
     with progress(command, idle=True) as update:
 
         def hear(source: object, _: object) -> None:
-            if isinstance(source, Work):
+            if isinstance(source, LongWork):
                 update(source.done, source.total, source.what)
 
         end = observe(hear)

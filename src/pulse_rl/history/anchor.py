@@ -17,7 +17,7 @@ from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import is_file_name
 from pulse_rl.kernels import cpu
 from pulse_rl.log.objects import ObjectRef, refer
-from pulse_rl.observers import Work
+from pulse_rl.observers import LongWork
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -46,7 +46,7 @@ def put_shards(
     refs, total = [], 0
     shards = list(shards)
     nbytes = sum(tensors[name].size * tensors[name].itemsize for shard in shards for name in shard.tensors)
-    with Work(f"the upload of {directory}", nbytes) as work:
+    with LongWork(f"the upload of {directory}", nbytes) as work:
         for shard in shards:
             file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors), work)
             store.put(f"{directory}/{shard.name}", file)
@@ -82,7 +82,7 @@ class _Upload:
     """One file's bytes, hashed and counted as they are sent; a store that failed may read them from the beginning."""
 
     def __init__(
-        self, seeds: Mapping[str, int], parts: Callable[[Callable[..., None]], Iterable[bytes]], work: Work
+        self, seeds: Mapping[str, int], parts: Callable[[Callable[..., None]], Iterable[bytes]], work: LongWork
     ) -> None:
         self._seeds, self._parts, self._work = seeds, parts, work
 

@@ -22,7 +22,7 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import fetch_patch
 from pulse_rl.history.reading import Reading
 from pulse_rl.log.objects import ObjectRef, limit_of
-from pulse_rl.observers import Work
+from pulse_rl.observers import LongWork
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
 from pulse_rl.weights.bits import Bits, HostBits
@@ -118,7 +118,7 @@ def read_share(store: Store, stored: Mapping[str, AnchorTensor], wanted: Layout,
     places: dict[tuple[str, Box], int] = {}  # where in the file each piece begins
     nbytes = at = 0
     total = sum(one.size * one.itemsize for one in wanted.values())
-    with (directory / "share").open("wb") as file, Work("the download of a share of an anchor", total) as work:
+    with (directory / "share").open("wb") as file, LongWork("the download of a share of an anchor", total) as work:
         # By file and place, and the widest elements first, so that all are aligned.
         names = sorted(wanted, key=lambda name: (-wanted[name].itemsize, stored[name].file.name, stored[name].start))
         for name in names:

@@ -35,7 +35,7 @@ from pulse_rl.history.reading import Effort, Reading
 from pulse_rl.history.search import find_anchors, find_chain
 from pulse_rl.history.trail import state_of
 from pulse_rl.log.objects import check_size, fetch_parts, limit_of
-from pulse_rl.observers import Work
+from pulse_rl.observers import LongWork
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout, Sides, compare_layouts
 
@@ -217,7 +217,7 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Eff
     check_size(anchor.anchor[0].name, anchor.anchor_nbytes, limit)
     check_room(directory, anchor.anchor_nbytes)
     what = f"the download of the anchor of version {anchor.version}"
-    with effort.timing("fetch_s"), Work(what, anchor.anchor_nbytes) as work:
+    with effort.timing("fetch_s"), LongWork(what, anchor.anchor_nbytes) as work:
         for ref in anchor.anchor:
             with (directory / Path(ref.name).name).open("wb") as file:
                 for part in fetch_parts(history.store, ref):
