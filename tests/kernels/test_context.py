@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -145,16 +146,21 @@ def test_log2_against_exact_arithmetic(values: list[int]) -> None:
             assert log == exact
 
 
+@numba.njit
+def find_hot(like: Any, segments: Any, mask: Any, most: Any, shift: Any, indices: Any, exponents: Any) -> Any:
+    return moves.find_hot(like, segments[0], mask, most, shift, indices, exponents)
+
+
 def hot_elements(old: Any, field: Field, threshold: int) -> list[tuple[int, int]]:
-    """The hot elements that the kernels find, and their exponents."""
+    """The hot elements that the kernel finds, and their exponents. threshold: 1 at least."""
     kind = old.dtype.type
     indices, exponents = np.empty(old.size, np.uint32), np.empty(old.size, np.uint16)
-    mask, shift = kind(field.mask), kind(field.shift)
-    if threshold < field.exponents:
-        find = moves.hot_flat if old.ndim == 1 else moves.hot_in_rows
-        count = find(old, mask, kind(threshold << field.shift), shift, indices, exponents)
-    else:
-        count = moves.every_in_rows(old.reshape(-1, 1) if old.ndim == 1 else old, mask, shift, indices, exponents)
+    segments = np.zeros(1, moves.SEGMENT)
+    rows, run = old.shape if old.ndim == 2 else (1, old.size)
+    for name, value in {"address": old.ctypes.data, "rows": rows, "run": run, "apart": old.strides[0]}.items():
+        segments[name] = value
+    most = kind((threshold << field.shift) - 1)
+    count = find_hot(np.empty(0, kind), segments, kind(field.mask), most, kind(field.shift), indices, exponents)
     return list(zip(indices[:count].tolist(), exponents[:count].tolist(), strict=True))
 
 
@@ -164,7 +170,7 @@ def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: floa
     kind, bits = field_of(segment.dtype), 8 * segment.old.itemsize
     exponents = [reference.exponent(segment.dtype, bits, old) for old in segment.old.tolist()]
     assert kind.exponents == reference.exponents_of(segment.dtype, bits)
-    for threshold in {0, 1, round(share * kind.exponents), kind.exponents - 1, kind.exponents}:
+    for threshold in {1, round(share * kind.exponents), kind.exponents - 1, kind.exponents} - {0}:
         hot = [(i, e) for i, e in enumerate(exponents) if e < threshold]
         assert hot_elements(segment.old, kind, threshold) == hot
     counted = [e for i, e in enumerate(exponents) if i // 64 % every == 0]
@@ -182,7 +188,7 @@ def test_hot_elements_and_counts_in_rows_are_those_of_a_copy(dtype: str, rows: i
     data = np.random.default_rng(run).integers(0, 256, rows * (run + 5) * itemsize, np.uint8)
     old = data.view(UINTS[itemsize]).reshape(rows, run + 5)[:, 3 : 3 + run]
     flat = old.flatten()
-    for threshold in (0, round(share * kind.exponents), kind.exponents):
+    for threshold in (1, max(1, round(share * kind.exponents)), kind.exponents):
         assert hot_elements(old, kind, threshold) == hot_elements(flat, kind, threshold)
     for every in (1, 2):
         counted = moves.count_exponents(flat, kind, every)

@@ -153,7 +153,7 @@ def test_a_batch_has_the_segments_whose_hot_elements_fit_into_memory(monkeypatch
     starts = cpu_coding.starts_of([model.blank(field)._replace(threshold=t).start() for t in (119, field.exponents)])
     hot = [int((((one.old & field.mask) >> field.shift) < 119).sum()) for one in listed[:2]]
     assert 0 < sum(hot) < 70
-    others = [8 * starts.states.shape[1] + 4 * 10 + len(one.old) // 4 for one in listed]
+    others = [coding.WRITING_NBYTES + 8 * starts.states.shape[1] + 4 * 10 + len(one.old) // 4 for one in listed]
     needed = sum(others[:2]) + 6 * sum(hot)
     for scratch, cuts in ((needed, [2, 3]), (needed - 1, [1, 2, 3]), (sum(others) + 6 * 160, [3])):
         monkeypatch.setattr(coding, "SCRATCH", scratch)

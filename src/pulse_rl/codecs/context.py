@@ -51,7 +51,7 @@ from pulse_rl.weights.devices import HOST, Device
 
 SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exponents are counted
 SAMPLED_EVERY = 64
-SAMPLE = 1 << 25  # elements of a class whose contexts are counted
+SAMPLE = 1 << 24  # elements of a class whose contexts are counted
 BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
 NONE = np.empty(0, np.int64)
@@ -336,11 +336,12 @@ def _batch(device: Device | None) -> int:
 
 
 def _sample(classes: Ints, sizes: Ints) -> list[int]:
-    """Segments of each class of SAMPLE elements or fewer, evenly spaced, ascending."""
+    """Segments of each class of some SAMPLE elements, evenly spaced, ascending."""
     chosen: list[int] = []
     for number in range(int(classes.max()) + 1):
         mine = np.flatnonzero(classes == number)
-        chosen += mine[:: -(-int(sizes[mine].sum()) // SAMPLE) or 1].tolist()
+        count = min(len(mine), -(-len(mine) * SAMPLE // max(1, int(sizes[mine].sum()))))
+        chosen += mine[(np.arange(count) * len(mine) + len(mine) // 2) // max(1, count)].tolist()
     return sorted(chosen)
 
 

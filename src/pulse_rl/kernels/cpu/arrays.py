@@ -39,28 +39,6 @@ def changed_lanes(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
     return types.uint64(old, new, types.intp), codegen
 
 
-@intrinsic
-def lanes_below(typingctx: Any, values: Any, start: Any, mask: Any, bound: Any) -> Any:
-    """Compare values[start : start + 64] & mask with bound: bit i of the result is set where element i is below."""
-    element = values.dtype
-    lanes = ir.VectorType(ir.IntType(element.bitwidth), LANES)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        loaded = builder.load(builder.bitcast(builder.gep(data, [args[1]]), lanes.as_pointer()))
-        loaded.align = 1
-
-        def spread(value: Any) -> Any:
-            one = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-            zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-            return builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
-
-        below = builder.icmp_unsigned("<", builder.and_(loaded, spread(args[2])), spread(args[3]))
-        return builder.bitcast(below, ir.IntType(LANES))
-
-    return types.uint64(values, types.intp, element, element), codegen
-
-
 def prefetch_line(builder: Any, pointer: Any, *, locality: int = 3) -> None:
     """Have an intrinsic ask for the cache line at an address. locality: 3 for all caches, 2 for all but the first."""
     byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)

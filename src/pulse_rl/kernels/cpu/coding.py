@@ -8,29 +8,17 @@ many segments of one dtype, and finds the old bits of each by their address. `co
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, UIntArray
+from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.arrays import buffer, copy_into, read_only
-from pulse_rl.kernels.cpu.changes import gather_flat, gather_in_rows
-from pulse_rl.kernels.cpu.compiled import kernel, part
+from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
 from pulse_rl.kernels.cpu.context import Changed, Place, Start, decode_stream, encode_stream
-from pulse_rl.kernels.cpu.moves import (
-    Hot,
-    Moves,
-    count_flat,
-    count_in_rows,
-    every_in_rows,
-    hot_flat,
-    hot_in_rows,
-    merge_runs,
-    undo_moves,
-)
-from pulse_rl.kernels.cpu.rangecoder import SLACK
+from pulse_rl.kernels.cpu.moves import SEGMENT, Hot, Moves, find_hot, merge_runs, undo_moves
+from pulse_rl.kernels.cpu.rangecoder import EVENTS, SLACK
+from pulse_rl.kernels.cpu.spots import load
 
 
 class Lies(NamedTuple):
@@ -79,12 +67,11 @@ def joined_memory(several: Sequence[MemoryRows]) -> MemoryRows:
 
 def memory_of(olds: Sequence[UIntArray]) -> MemoryRows:
     """olds: of one dtype, each as in `moves.count_exponents`."""
-    held = [old if old.flags.aligned else old.copy() for old in olds]
     places = []
-    for old in held:
+    for old in olds:
         rows, run = old.shape if old.ndim == 2 else (1, old.size)
         places.append(Lies(old.ctypes.data, rows, run, old.strides[0]))
-    return memory_at(places, held)
+    return memory_at(places, olds)
 
 
 class Kind(NamedTuple):
@@ -123,46 +110,23 @@ def starts_of(starts: Sequence[Start]) -> Starts:
     return Starts(np.array(thresholds, np.int64), np.stack(shares), np.stack(states))
 
 
-@intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
-    """The memory at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.uint64), codegen
-
-
-@part
-def _flat(like, address, size):
-    """The elements from an address on, of the dtype of `like`."""
-    return numba.carray(_pointer(address), (size,), like.dtype)
-
-
-@part
-def _in_rows(like, address, rows, run, apart):
-    first = numba.carray(_pointer(address), (1,), like.dtype)
-    return np.lib.stride_tricks.as_strided(first, (rows, run), (apart, like.itemsize))
-
-
-@kernel
-def _count(like, addresses, rows, runs, apart, mask, shift, every, counts):
-    for s in range(addresses.shape[0]):
-        if rows[s] == 1:
-            count_flat(_flat(like, addresses[s], runs[s]), mask, shift, every[s], counts[s])
-        else:
-            old = _in_rows(like, addresses[s], rows[s], runs[s], apart[s])
-            count_in_rows(old, mask, shift, every[s], counts[s])
+def _segments(memory: MemoryRows, **columns: NDArray[np.int64]) -> NDArray[np.void]:
+    """(segments,) SEGMENT"""
+    found = np.zeros(len(memory.rows), SEGMENT)
+    lies = {"address": memory.addresses, "rows": memory.rows, "run": memory.runs, "apart": memory.apart}
+    for name, column in {**lies, **columns}.items():
+        found[name] = column
+    return read_only(found)
 
 
 def count_exponents(memory: MemoryRows, field: Field, itemsize: int, every: NDArray[np.int64]) -> NDArray[np.int32]:
     """Estimate how many elements of each segment have each exponent, (segments, E).
 
-    every: (segments,), as in `moves.count_exponents`.
+    every: (segments,), only every so many-th run of 64 elements is counted; 1 is exact.
     """
     counts = np.zeros((len(every), field.exponents), np.int32)
     like: UIntArray = np.empty(0, UINTS[itemsize])
-    _count(like, *map(read_only, memory[:4]), *_field(field, itemsize), read_only(every), counts)
+    moves.count_in_segments(like, _segments(memory), *_field(field, itemsize), read_only(every), counts)
     return counts
 
 
@@ -175,115 +139,93 @@ def _field(field: Field, itemsize: int) -> tuple[Any, Any]:
 class CodedSegments(NamedTuple):
     """Segments of one dtype, what they start from, and memory to code each in turn."""
 
-    bounds: UIntArray  # (classes,) what old bits without their sign lie below that are hot
-    addresses: NDArray[np.uint64]  # (segments,) this and the next three, as `MemoryRows`
-    rows: NDArray[np.int64]
-    runs: NDArray[np.int64]
-    apart: NDArray[np.int64]
+    segments: NDArray[np.void]  # (segments,) SEGMENT
+    mosts: UIntArray  # (classes,) the largest bits of the exponent that are hot
     mask: Any  # of the exponents' bits, in the width of the elements
     shift: Any
-    strides: NDArray[np.int64]  # (segments,) this and the next two, as `Kind`
-    phases: NDArray[np.int64]
-    classes: NDArray[np.int64]
     thresholds: NDArray[np.int64]  # this and the next two, as `Starts`
     shares: NDArray[np.int64]
     states: NDArray[np.int64]
-    hot_indices: NDArray[np.uint32]  # (n,) and the next one: n elements of the largest segment
-    hot_exponents: NDArray[np.uint16]
+    hot: moves.Hot  # n elements of the largest segment
     fresh: NDArray[np.int64]  # (Tables.size,) the states of a segment that is coded
     leans: NDArray[np.int32]  # (n,) n columns of the longest row
 
 
 @part
-def _find_hot(coded, s):
-    """The hot elements of a segment."""
-    address, rows, run, apart = coded.addresses[s], coded.rows[s], coded.runs[s], coded.apart[s]
-    number, indices, exponents = coded.classes[s], coded.hot_indices, coded.hot_exponents
-    if coded.thresholds[number] >= coded.shares.shape[1]:  # all are: their bound may not fit the element's width
-        count = every_in_rows(
-            _in_rows(coded.bounds, address, rows, run, apart), coded.mask, coded.shift, indices, exponents
-        )
-    elif rows == 1:
-        old, bound = _flat(coded.bounds, address, run), coded.bounds[number]
-        count = hot_flat(old, coded.mask, bound, coded.shift, indices, exponents)
-    else:
-        apart_rows, bound = _in_rows(coded.bounds, address, rows, run, apart), coded.bounds[number]
-        count = hot_in_rows(apart_rows, coded.mask, bound, coded.shift, indices, exponents)
-    return Hot(indices[:count], exponents[:count])
+def _begin(coded, mine):
+    """Clear the columns, and find the hot elements of a segment. Returns how many there are."""
+    for k in range(mine.stride):
+        coded.leans[k] = 0
+    if coded.thresholds[mine.number] == 0:
+        return 0
+    most, (indices, exponents) = coded.mosts[mine.number], coded.hot
+    return find_hot(coded.mosts, mine, coded.mask, most, coded.shift, indices, exponents)
+
+
+@inlined
+def _place(coded, mine):
+    return Place(mine.rows * mine.run, 8 * coded.mosts.itemsize, mine.stride, mine.phase)
 
 
 @kernel
-def _encode(out, coded, edges, indices, all_moved, nbytes):
+def _encode(out, events, coded, indices, all_moved, nbytes):
     used = 0
-    for s in range(coded.addresses.shape[0]):
-        number = coded.classes[s]
-        threshold, share, states = coded.thresholds[number], coded.shares[number], coded.states[number]
-        hot = _find_hot(coded, s)
-        place = Place(coded.rows[s] * coded.runs[s], 8 * coded.bounds.itemsize, coded.strides[s], coded.phases[s])
-        leans = coded.leans[: coded.strides[s]]
-        leans[:] = 0
-        a, b = edges[s], edges[s + 1]
-        moved = Moves(all_moved.exponents[a:b], all_moved.ups[a:b], all_moved.sizes[a:b])
-        if out is None:
-            encode_stream(None, place, Start(threshold, share, states), hot, indices[a:b], moved, leans)
-        else:
+    for s in range(coded.segments.shape[0]):
+        mine = coded.segments[s]
+        hots, place = _begin(coded, mine), _place(coded, mine)
+        hot = Hot(coded.hot.indices[:hots], coded.hot.exponents[:hots])
+        states, most, number = coded.states[mine.number], 0, mine.number
+        if out.shape[0] > 0:
             copy_into(coded.fresh, states)
-            most = used + place.size * coded.bounds.itemsize + SLACK
-            start = Start(threshold, share, coded.fresh)
-            nbytes[s] = encode_stream(out[used:most], place, start, hot, indices[a:b], moved, leans)
-            used += max(0, nbytes[s])
+            states, most = coded.fresh, used + place.size * coded.mosts.itemsize + SLACK
+        a, b = mine.begin, mine.end
+        moved = Moves(all_moved.exponents[a:b], all_moved.ups[a:b], all_moved.sizes[a:b])
+        start = Start(coded.thresholds[number], coded.shares[number], states)
+        nbytes[s] = encode_stream(out[used:most], events, place, start, hot, indices[a:b], moved, coded.leans)
+        used += max(0, nbytes[s])
     return used
 
 
 @kernel
-def _decode(streams, coded, edges, sign, floating, each, moved, indices, values):
-    for s in range(coded.addresses.shape[0]):
-        number = coded.classes[s]
-        hot = _find_hot(coded, s)
-        place = Place(coded.rows[s] * coded.runs[s], 8 * coded.bounds.itemsize, coded.strides[s], coded.phases[s])
-        leans = coded.leans[: coded.strides[s]]
-        leans[:] = 0
-        copy_into(coded.fresh, coded.states[number])
-        a, b = edges[s], edges[s + 1]
+def _decode(data, coded, sign, floating, each, moved, indices, values):
+    for s in range(coded.segments.shape[0]):
+        mine = coded.segments[s]
+        hots, place = _begin(coded, mine), _place(coded, mine)
+        hot = Hot(coded.hot.indices[:hots], coded.hot.exponents[:hots])
+        copy_into(coded.fresh, coded.states[mine.number])
+        a, b = mine.begin, mine.end
         count = b - a
         changed = Changed(each.indices[:count], each.ups[:count], each.sizes[:count])
-        start = Start(coded.thresholds[number], coded.shares[number], coded.fresh)
-        stream = streams.data[streams.begins[s] : streams.ends[s]]
-        split = decode_stream(stream, place, start, hot, leans, changed)
+        start = Start(coded.thresholds[mine.number], coded.shares[mine.number], coded.fresh)
+        split = decode_stream(data[mine.stream : mine.stream_end], place, start, hot, coded.leans, changed)
         if split < 0:
             return s
-        new = moved[:count]
-        address, rows, run = coded.addresses[s], coded.rows[s], coded.runs[s]
-        if rows == 1:
-            gather_flat(_flat(coded.bounds, address, run), changed.indices, new)
-        else:
-            gather_in_rows(_in_rows(coded.bounds, address, rows, run, coded.apart[s]), changed.indices, new)
+        new, run = moved[:count], np.uint32(mine.run)
+        for j in range(count):
+            row = np.uint32(changed.indices[j] // run)  # a division of 32 bits takes a third of the time of one of 64
+            column = np.int64(np.uint32(changed.indices[j] - row * run))
+            new[j] = load(moved, mine.address + np.uint64(np.int64(row) * mine.apart), column)
         undo_moves(changed.ups, changed.sizes, sign, floating, new)
         if not merge_runs(changed.indices, new, split, indices[a:b], values[a:b]):
             return s
     return -1
 
 
-def _coded(memory: MemoryRows, kind: Kind, starts: Starts) -> CodedSegments:
+def _coded(
+    memory: MemoryRows, kind: Kind, starts: Starts, edges: NDArray[np.int64], **columns: NDArray[np.int64]
+) -> CodedSegments:
     field, itemsize = kind.field, kind.itemsize
-    bounds = (starts.thresholds << field.shift).astype(UINTS[itemsize])
-    most, (mask, shift) = int((memory.rows * memory.runs).max(initial=0)), _field(field, itemsize)
+    mosts = ((starts.thresholds << field.shift) - 1).astype(UINTS[itemsize])
+    of_kind = {"stride": kind.strides, "phase": kind.phases, "number": kind.classes}
+    most = int((memory.rows * memory.runs).max(initial=0))
     return CodedSegments(
-        read_only(bounds),
-        read_only(memory.addresses),
-        read_only(memory.rows),
-        read_only(memory.runs),
-        read_only(memory.apart),
-        mask,
-        shift,
-        read_only(kind.strides),
-        read_only(kind.phases),
-        read_only(kind.classes),
+        _segments(memory, begin=edges[:-1], end=edges[1:], **of_kind, **columns),
+        read_only(mosts),
+        *_field(field, itemsize),
         read_only(starts.thresholds),
         read_only(starts.shares),
         starts.states,
-        buffer("indices", most, np.uint32),
-        buffer("exponents", most, np.uint16),
+        Hot(buffer("indices", most, np.uint32), buffer("exponents", most, np.uint16)),
         np.empty_like(starts.states[0]),
         np.empty(int(kind.strides.max(initial=0)), np.int32),
     )
@@ -296,22 +238,26 @@ class SegmentMoves(NamedTuple):
     indices: NDArray[np.uint32]  # (k,), ascending in each segment
     moved: Moves  # (k,)
 
-    def read_only(self) -> "tuple[NDArray[np.int64], NDArray[np.uint32], Moves]":
-        """As kernels take it."""
-        return read_only(self.edges), read_only(self.indices), Moves(*map(read_only, self.moved))
+
+def _encoded(
+    out: NDArray[np.uint8], memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves
+) -> tuple[int, NDArray[np.int64]]:
+    """How many bytes of `out` were used in all, and of each segment's stream; −1 for one that would be too long."""
+    nbytes, events = np.empty(len(kind.classes), np.int64), buffer("events", EVENTS, np.uint16)
+    moved = Moves(*map(read_only, changes.moved))
+    coded = _coded(memory, kind, starts, changes.edges)
+    return int(_encode(out, events, coded, read_only(changes.indices), moved, nbytes)), nbytes
 
 
 def count_bits(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> None:
     """Count what coding would take: `starts.states`, zeros at first, become ones << 32 | bits of each context."""
-    _encode(None, _coded(memory, kind, starts), *changes.read_only(), np.empty(0, np.int64))
+    _encoded(np.empty(0, np.uint8), memory, kind, starts, changes)
 
 
 def encode_segments(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> list[bytes | None]:
     """Code each segment's changes. None for one whose stream would take more bytes than its elements."""
-    nbytes = np.empty(len(kind.classes), np.int64)
-    most = kind.itemsize * int((memory.rows * memory.runs).sum()) + SLACK
-    out = buffer("out", most, np.uint8)
-    used = _encode(out, _coded(memory, kind, starts), *changes.read_only(), nbytes)
+    out = buffer("out", kind.itemsize * int((memory.rows * memory.runs).sum()) + SLACK, np.uint8)
+    used, nbytes = _encoded(out, memory, kind, starts, changes)
     data, at = out[:used].tobytes(), 0
     streams: list[bytes | None] = []
     for size in nbytes.tolist():
@@ -333,15 +279,7 @@ def decode_segments(
     dtype = UINTS[kind.itemsize]
     indices, values = np.empty(total, np.uint32), np.empty(total, dtype)
     each = Changed(np.empty(most, np.uint32), np.empty(most, np.bool_), np.empty(most, np.uint64))
-    broken = _decode(
-        Streams(read_only(streams.data), read_only(streams.begins), read_only(streams.ends)),
-        _coded(memory, kind, starts),
-        read_only(edges),
-        np.uint64(field.sign),
-        field.floating,
-        each,
-        np.empty(most, dtype),
-        indices,
-        values,
-    )
+    coded = _coded(memory, kind, starts, edges, stream=streams.begins, stream_end=streams.ends)
+    sign, moved = np.uint64(field.sign), np.empty(most, dtype)
+    broken = _decode(read_only(streams.data), coded, sign, field.floating, each, moved, indices, values)
     return (indices, values) if broken < 0 else int(broken)

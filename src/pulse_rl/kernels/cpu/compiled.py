@@ -213,7 +213,7 @@ KERNELS: list[Any] = []  # Numba's dispatcher of each
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function at its first call with arguments of some types; it releases the GIL."""
-    compiled = njit(nogil=True)(function)
+    compiled = njit(nogil=True, no_cfunc_wrapper=True)(function)
     compiled._cache = _Cache(function)
     KERNELS.append(compiled)
     return compiled

@@ -6,8 +6,8 @@ It codes one segment's changes given the old bits, in the two phases of `docs/fo
    direction and by how many steps?
 2. the changes among the other, *cold* elements: the gap to each one, its direction and its size.
 
-Encoder and decoder have the same functions in the same order, and both compute contexts by the same helpers.
-`rangecoder` codes the bits; `moves` finds hot elements and turns changes into moves and back. The decoder in plain
+The encoder writes what it codes as events first, which `rangecoder` codes or counts; the decoder takes the same steps bit
+by bit, and both compute contexts by the same helpers. `rangecoder` codes the bits; `moves` finds hot elements and turns changes into moves and back. The decoder in plain
 Python is in `tests/naive/context.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,arg-type"
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
 from pulse_rl.kernels.cpu.rangecoder import (
     SLACK,
+    add_bit,
+    add_count,
+    add_raw,
+    count_events,
     decode_bit,
     decode_count,
     decode_raw,
-    encode_bit,
-    encode_count,
-    encode_raw,
+    encode_events,
     finish,
     log2_floor,
     start_decoder,
@@ -37,9 +39,12 @@ UNARY = 4  # the first bits of a size, which have contexts for each exponent
 SCALES = 64  # how far a size can reach above the largest exponent
 GAPS = 64  # contexts of gaps: 32 for the length, 32 for the bit below the leading one
 SIGNS = 22  # contexts of directions
-GAP_BITS = 20  # the longest that a gap can be, below its leading one
+COLUMN_KEEPS, ROW_KEEPS = np.int64(230), np.int64(243)  # of a lean, in 1/256
+CHANGE_EVENTS = 128  # of one change, at most
+GAP_BITS = np.int64(20)  # the longest that a gap can be, below its leading one
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
+_I0 = np.int64(0)  # Numba compiles a function anew for each number that is written in a call of it
 
 
 class Place(NamedTuple):
@@ -76,6 +81,16 @@ class Tables(NamedTuple):
     gap: int  # (GAPS,)
     sign: int  # (SIGNS,)
     size: int  # contexts in all
+
+
+class Walk(NamedTuple):
+    """How far the changes of a segment are told."""
+
+    hot: int  # hot elements passed
+    change: int  # the change that comes next in its phase
+    left: int  # changes that are not told yet
+    last: int  # the index of the last cold change
+    row: "Row"
 
 
 class Row(NamedTuple):
@@ -147,9 +162,9 @@ def _learned(row, leans, column, up):
     """The row after a change: the column and the row learn its direction."""
     of_column, of_row = np.int64(leans[column]), row.lean
     sign = 1 if up else -1
-    leans[column] = _faded(of_column, 230) + (sign if of_row >= 0 else -sign) * min(32, 8 + abs(of_row))
+    leans[column] = _faded(of_column, COLUMN_KEEPS) + (sign if of_row >= 0 else -sign) * min(32, 8 + abs(of_row))
     agreement = 16 * sign if of_column > 0 else (-16 * sign if of_column < 0 else 0)
-    return Row(row.begin, row.end, row.found + 1, row.expected, _faded(of_row, 243) + agreement)
+    return Row(row.begin, row.end, row.found + 1, row.expected, _faded(of_row, ROW_KEEPS) + agreement)
 
 
 @inlined
@@ -158,105 +173,91 @@ def _expecting(row, share):
     return Row(row.begin, row.end, row.found, row.expected + share, row.lean)
 
 
-# Encoding. Arguments: out (m,) uint8, or None to count. indices (k,) uint32, ascending, and moved (k,): the changes.
-# leans (row,) int32: of each column; zeros at first. Loops take arrays out of their tuples before they start: to take
-# one out counts a reference, which costs 8 % of the time if it is done for every element.
+# Encoding. Arguments: events (n,) uint16, memory for those that are coded at once. indices (k,) uint32, ascending, and
+# moved (k,): the changes. leans (row,) int32: of each column; zeros at first. Loops take arrays out of their tuples
+# before they start: to take one out counts a reference, which costs 8 % of the time if it is done for every element.
 
 
 @part
-def _encode_size(coder, out, states, at, exponent, size):
+def _add_size(events, k, at, exponent, size):
     """A number of steps, at least 1: its bit length in unary, two bits in context, the rest raw. at: the tables."""
     length = log2_floor(size)
     for j in range(length + 1):
         i = at.unary + UNARY * exponent + j if j < UNARY else at.scale + exponent + j
-        coder = encode_bit(coder, out, states, i, j < length)
+        k = add_bit(events, k, i, np.int64(j < length))
     prefix = 1
     for j in range(min(length, 2)):
         bit = np.int64((size >> np.uint64(length - 1 - j)) & _U1)
-        coder = encode_bit(coder, out, states, at.top + 3 * (exponent + length) + prefix - 1, bit)
+        k = add_bit(events, k, at.top + 3 * (exponent + length) + prefix - 1, bit)
         prefix = 2 * prefix + bit
-    if length > 2:
-        coder = encode_raw(coder, out, size, length - 2)
-    return coder
+    return add_raw(events, k, size, length - 2)
 
 
 @inlined
-def _is_full(coder, out):
-    """Whether the stream is longer than it may become."""
-    if out is None:
-        return False
-    return coder.at > out.shape[0] - SLACK
+def _next(j, hot, moved, threshold):
+    """The first change from j on that is hot, or that is cold."""
+    exponents = moved.exponents
+    while j < exponents.shape[0] and (np.int64(exponents[j]) < threshold) != hot:
+        j += 1
+    return j
 
 
 @part
-def _encode_hot(coder, out, place, start, hot, indices, moved, leans):
-    """Phase 1. Returns the encoder and how many changes are left; −1 for too long a stream."""
-    states, share = start.states, start.share
-    at = tables(share.shape[0])
-    row = _first_row(place)
-    count = indices.shape[0]
-    left, j = count, 0
-    for h in range(hot.indices.shape[0]):
-        if left == 0:
-            break
-        if _is_full(coder, out):
-            return coder, -1
-        i, exponent = np.int64(hot.indices[h]), np.int64(hot.exponents[h])
-        row = _row_of(row, place, i)
-        # Does the element change?
-        while j < count and np.int64(indices[j]) < i:
-            j += 1
-        changed = j < count and np.int64(indices[j]) == i
-        coder = encode_bit(coder, out, states, LEVELS * exponent + _level(row), changed)
-        row = _expecting(row, share[exponent])
-        if not changed:
-            continue
-        # In which direction: the one that its column leans to, or the other?
-        up, column = moved.ups[j], i - row.begin
-        grade = _grade(np.int64(leans[column]))
-        agrees = up if grade >= 0 else not up
-        coder = encode_bit(coder, out, states, at.sign + _sign_context(grade, row.lean), agrees)
-        row = _learned(row, leans, column, up)
-        # By how many steps?
-        coder = _encode_size(coder, out, states, at, exponent, moved.sizes[j])
-        left -= 1
-    return coder, left
+def _tell(events, place, start, hot, indices, moved, leans, walk):
+    """Write what comes next in a segment as events. Returns how many, and how far this is."""
+    at = tables(start.share.shape[0])
+    share, threshold, hots, exponents = start.share, start.threshold, hot.indices, hot.exponents
+    ups, sizes = moved.ups, moved.sizes
+    h, j, left, last, row = walk
+    k, room, count = _I0, events.shape[0] - CHANGE_EVENTS, indices.shape[0]
+    while left > 0 and k < room:
+        is_hot = h < hots.shape[0]
+        if is_hot:
+            i, exponent = np.int64(hots[h]), np.int64(exponents[h])
+            h += 1
+            row = _row_of(row, place, i)
+            # Does the element change?
+            changed = j < count and np.int64(indices[j]) == i
+            k = add_bit(events, k, LEVELS * exponent + _level(row), np.int64(changed))
+            row = _expecting(row, share[exponent])
+            if changed:
+                # In which direction: the one that its column leans to, or the other?
+                column = i - row.begin
+                grade = _grade(np.int64(leans[column]))
+                agrees = np.int64(ups[j] == (grade >= 0))
+                k = add_bit(events, k, at.sign + _sign_context(grade, row.lean), agrees)
+                row = _learned(row, leans, column, ups[j])
+        else:
+            i, exponent, changed = np.int64(indices[j]), min(threshold, share.shape[0] - 1), True
+            k = add_count(events, k, at.gap, at.gap + GAPS // 2, np.uint64(i - last))
+            k = add_bit(events, k, at.sign, np.int64(ups[j]))
+            last = i
+        if changed:
+            # By how many steps?
+            k = _add_size(events, k, at, exponent, sizes[j])
+            left -= 1
+        if changed or h == hots.shape[0]:
+            was_hot, is_hot = is_hot, h < hots.shape[0]
+            j = _next(j + 1 if is_hot == was_hot else _I0, is_hot, moved, threshold)
+    return k, Walk(h, j, left, last, row)
 
 
 @part
-def _encode_cold(coder, out, start, indices, moved, left):
-    """Phase 2, of `left` changes. Returns the encoder and how many are left: 0, or −1 for too long a stream."""
-    states, share = start.states, start.share
-    exponents = share.shape[0]
-    at = tables(exponents)
-    exponent = min(start.threshold, exponents - 1)
-    last = np.int64(-1)
-    for j in range(indices.shape[0]):
-        if left == 0:
-            break
-        if _is_full(coder, out):
-            return coder, -1
-        if np.int64(moved.exponents[j]) < start.threshold:
-            continue
-        i = np.int64(indices[j])
-        coder = encode_count(coder, out, states, at.gap, at.gap + GAPS // 2, np.uint64(i - last))
-        coder = encode_bit(coder, out, states, at.sign, moved.ups[j])
-        coder = _encode_size(coder, out, states, at, exponent, moved.sizes[j])
-        last = i
-        left -= 1
-    return coder, left
-
-
-@part
-def encode_stream(out, place, start, hot, indices, moved, leans):
-    """Both phases. Returns the bytes of the stream; −1 if it becomes longer than out without its slack."""
-    coder, left = _encode_hot(start_encoder(), out, place, start, hot, indices, moved, leans)
-    if left > 0:
-        coder, left = _encode_cold(coder, out, start, indices, moved, left)
-    if out is None:
+def encode_stream(out, events, place, start, hot, indices, moved, leans):
+    """Code a segment's changes, or count their bits where out is empty. Returns the bytes of the stream; −1 if it
+    becomes longer than out without its slack."""
+    coder, first = start_encoder(), _next(_I0, hot.indices.shape[0] > 0, moved, start.threshold)
+    walk = Walk(_I0, first, np.int64(indices.shape[0]), np.int64(-1), _first_row(place))
+    while walk.left > 0:
+        count, walk = _tell(events, place, start, hot, indices, moved, leans, walk)
+        if out.shape[0] == 0:
+            count_events(start.states, events, count)
+        elif coder.at > out.shape[0] - SLACK:
+            return -1
+        else:
+            coder = encode_events(coder, out, start.states, events, count)
+    if out.shape[0] == 0:
         return 0
-    if left < 0:
-        return -1
     count = finish(coder, out)
     return count if count <= out.shape[0] - SLACK else -1
 
@@ -287,63 +288,42 @@ def _decode_size(coder, data, states, at, exponent, bits):
 
 
 @part
-def _decode_hot(coder, data, place, start, hot, leans, changed):
-    """Phase 1. Returns the decoder and the number of changes; −1 for a broken stream."""
-    states, share = start.states, start.share
+def decode_stream(data, place, start, hot, leans, changed):
+    """Both phases. Returns the number of hot changes; −1 for a broken stream. Indices are proved in range."""
+    states, share, hots, exponents = start.states, start.share, hot.indices, hot.exponents
+    indices, ups, sizes = changed
     at = tables(share.shape[0])
-    row = _first_row(place)
-    k, count = 0, changed.indices.shape[0]
-    for h in range(hot.indices.shape[0]):
-        if k == count:
-            break
-        i, exponent = np.int64(hot.indices[h]), np.int64(hot.exponents[h])
-        row = _row_of(row, place, i)
-        # Does the element change?
-        changes, coder = decode_bit(coder, data, states, LEVELS * exponent + _level(row))
-        row = _expecting(row, share[exponent])
-        if not changes:
-            continue
-        # In which direction: the one that its column leans to, or the other?
-        column = i - row.begin
-        grade = _grade(np.int64(leans[column]))
-        agrees, coder = decode_bit(coder, data, states, at.sign + _sign_context(grade, row.lean))
-        up = agrees == 1 if grade >= 0 else agrees == 0
-        row = _learned(row, leans, column, up)
+    cold = min(start.threshold, share.shape[0] - 1)
+    row, coder = _first_row(place), start_decoder(data)
+    h, k, last, count, split = 0, 0, np.int64(-1), indices.shape[0], 0
+    while k < count:
+        if h < hots.shape[0]:
+            i, exponent = np.int64(hots[h]), np.int64(exponents[h])
+            h += 1
+            row = _row_of(row, place, i)
+            # Does the element change?
+            changes, coder = decode_bit(coder, data, states, LEVELS * exponent + _level(row))
+            row = _expecting(row, share[exponent])
+            if not changes:
+                continue
+            # In which direction: the one that its column leans to, or the other?
+            column = i - row.begin
+            grade = _grade(np.int64(leans[column]))
+            agrees, coder = decode_bit(coder, data, states, at.sign + _sign_context(grade, row.lean))
+            up = agrees == 1 if grade >= 0 else agrees == 0
+            row = _learned(row, leans, column, up)
+            split += 1
+        else:
+            gap, coder = decode_count(coder, data, states, at.gap, at.gap + GAPS // 2, GAP_BITS)
+            i, exponent = last + np.int64(gap), cold
+            if gap == _U0 or i >= place.size:
+                return -1
+            agrees, coder = decode_bit(coder, data, states, at.sign)
+            up, last = agrees == 1, i
         # By how many steps?
         size, coder = _decode_size(coder, data, states, at, exponent, place.bits)
         if size == _U0:
-            return coder, -1
-        changed.indices[k], changed.ups[k], changed.sizes[k] = i, up, size
+            return -1
+        indices[k], ups[k], sizes[k] = i, up, size
         k += 1
-    return coder, k
-
-
-@part
-def _decode_cold(coder, data, place, start, k, changed):
-    """Phase 2, after k changes. Returns whether the stream is sound; indices are proved in range."""
-    states, share = start.states, start.share
-    exponents = share.shape[0]
-    at = tables(exponents)
-    exponent = min(start.threshold, exponents - 1)
-    i = np.int64(-1)
-    while k < changed.indices.shape[0]:
-        gap, coder = decode_count(coder, data, states, at.gap, at.gap + GAPS // 2, GAP_BITS)
-        i += np.int64(gap)
-        if gap == _U0 or i >= place.size:
-            return False
-        up, coder = decode_bit(coder, data, states, at.sign)
-        size, coder = _decode_size(coder, data, states, at, exponent, place.bits)
-        if size == _U0:
-            return False
-        changed.indices[k], changed.ups[k], changed.sizes[k] = i, up == 1, size
-        k += 1
-    return True
-
-
-@part
-def decode_stream(data, place, start, hot, leans, changed):
-    """Both phases. Returns the number of hot changes; −1 for a broken stream."""
-    coder, k = _decode_hot(start_decoder(data), data, place, start, hot, leans, changed)
-    if k < 0 or not _decode_cold(coder, data, place, start, k, changed):
-        return -1
-    return k
+    return split

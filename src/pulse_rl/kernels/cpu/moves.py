@@ -10,92 +10,66 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, lanes_below, prefetch, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, read_only, trailing_zeros
 from pulse_rl.kernels.cpu.changes import gather, gather_rows
-from pulse_rl.kernels.cpu.compiled import inlined, kernel
+from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
+from pulse_rl.kernels.cpu.spots import ask_for, lanes_up_to, load
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
+# What a segment is, as kernels take it: where its old bits lie as in `coding.Lies`, what it is as in `coding.Kind`,
+# where its changes begin and end among those of all, and its stream.
+_COLUMNS = ("rows", "run", "apart", "stride", "phase", "number", "begin", "end", "stream", "stream_end")
+SEGMENT = np.dtype([("address", np.uint64), *((name, np.int64) for name in _COLUMNS)])
 
-@kernel
-def hot_flat(old, mask, bound, shift, indices, exponents):
-    """Find the elements of old (n,) whose exponent is below a threshold, `bound >> shift`. Returns how many."""
-    n = old.shape[0]
-    whole = n - n % LANES
+
+@part
+def find_hot(like, segment, mask, most, shift, indices, exponents):
+    """Find the elements whose bits of the exponent are `most` or less. Returns how many.
+
+    like: an array of their dtype. Where there are several rows, each has at least LANES elements.
+    """
+    address, rows, run = segment.address, segment.rows, segment.run
+    line = 64 // like.itemsize  # elements
     k = np.int64(0)
-    for start in range(0, whole, LANES):
-        rest = lanes_below(old, start, mask, bound)
-        while rest != _U0:
-            i = start + np.int64(trailing_zeros(rest))
-            indices[k] = i
-            exponents[k] = (old[i] & mask) >> shift
-            rest &= rest - _U1
-            k += 1
-    for i in range(whole, n):
-        if (old[i] & mask) < bound:
-            indices[k] = i
-            exponents[k] = (old[i] & mask) >> shift
-            k += 1
-    return k
-
-
-@kernel
-def hot_in_rows(old, mask, bound, shift, indices, exponents):
-    """As `hot_flat` for old (rows, run) that lie apart; indices count through all rows, which have at least LANES."""
-    run = old.shape[1]
-    whole = run - run % LANES
-    line = 64 // old.itemsize  # elements
-    k = np.int64(0)
-    for r in range(old.shape[0]):
-        row, first = old[r], r * run
-        coming = old[min(r + AHEAD, old.shape[0] - 1)]
+    for r in range(rows):
+        first = r * run
+        coming = np.uint64(segment.apart * min(AHEAD, rows - 1 - r))
         for start in range(0, run, LANES):
-            for part in range(start, start + LANES, line):
-                prefetch(coming, part)
-            at = min(start, run - LANES)
-            rest = lanes_below(row, at, mask, bound)
-            if start == whole:  # the rest of a row: the last lanes, without those that were looked at already
-                rest &= ~_U0 << np.uint64(whole - at)
+            at = max(0, min(start, run - LANES))
+            if run < LANES:
+                rest = _U0
+                for i in range(run):
+                    rest |= np.uint64((load(like, address, i) & mask) <= most) << np.uint64(i)
+            else:
+                if coming:  # processors do not foresee where the next row lies
+                    for piece in range(start, start + LANES, line):
+                        ask_for(like, address + coming, piece)
+                rest = lanes_up_to(like, address, at, mask, most)
+                rest &= ~_U0 << np.uint64(start - at)  # the rest of a row: without what was looked at already
             while rest != _U0:
                 i = at + np.int64(trailing_zeros(rest))
                 indices[k] = first + i
-                exponents[k] = (row[i] & mask) >> shift
+                exponents[k] = (load(like, address, i) & mask) >> shift
                 rest &= rest - _U1
                 k += 1
+        address += np.uint64(segment.apart)
     return k
 
 
 @kernel
-def every_in_rows(old, mask, shift, indices, exponents):
-    """As `hot_in_rows`, of all elements; rows may have any length."""
-    k = np.int64(0)
-    for r in range(old.shape[0]):
-        for i in range(old.shape[1]):
-            indices[k] = k
-            exponents[k] = (old[r, i] & mask) >> shift
-            k += 1
-    return k
-
-
-@kernel
-def count_flat(old, mask, shift, every, counts):
-    n = old.shape[0]
-    for start in range(0, n, LANES * every):
-        for i in range(start, min(n, start + LANES)):
-            counts[np.int64((old[i] & mask) >> shift)] += every
-
-
-@kernel
-def count_in_rows(old, mask, shift, every, counts):
-    run = old.shape[1]
-    n = old.shape[0] * run
-    for start in range(0, n, LANES * every):
-        r, i = start // run, start % run
-        for _ in range(start, min(n, start + LANES)):
-            counts[np.int64((old[r, i] & mask) >> shift)] += every
-            i += 1
-            if i == run:
-                r, i = r + 1, 0
+def count_in_segments(like, segments, mask, shift, every, counts):
+    for s in range(segments.shape[0]):
+        segment, step = segments[s], LANES * every[s]
+        run, n = segment.run, segment.rows * segment.run
+        for start in range(0, n, step):
+            r, i = start // run, start % run
+            row = segment.address + np.uint64(r * segment.apart)
+            for _ in range(start, min(n, start + LANES)):
+                counts[s, np.int64((load(like, row, i) & mask) >> shift)] += every[s]
+                i += 1
+                if i == run:
+                    row, i = row + np.uint64(segment.apart), 0
 
 
 @inlined
@@ -174,11 +148,15 @@ def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int6
     old: (n,), contiguous; or (rows, run) that lie apart, where the elements of a row lie one after another, and are at
     least LANES.
     """
-    counts = np.zeros(field.exponents, np.int64)
-    kind = old.dtype.type
-    count = count_flat if old.ndim == 1 else count_in_rows
-    count(read_only(old), kind(field.mask), kind(field.shift), every, counts)
-    return counts
+    segments = np.zeros(1, SEGMENT)
+    rows, run = old.shape if old.ndim == 2 else (1, old.size)
+    for name, value in (("address", old.ctypes.data), ("rows", rows), ("run", run), ("apart", old.strides[0])):
+        segments[name] = value
+    kind, like, each = old.dtype.type, np.empty(0, old.dtype), np.array([every])
+    counts = np.zeros((1, field.exponents), np.int32)
+    count_in_segments(like, read_only(segments), kind(field.mask), kind(field.shift), read_only(each), counts)
+    found: NDArray[np.int64] = counts[0].astype(np.int64)
+    return found
 
 
 def no_moves(count: int) -> Moves:
@@ -199,7 +177,7 @@ def apply_moves(
 ) -> UIntArray:
     """The new values (k,) at indices (k,) of old, which are in range: the inverse of `find_moves`.
 
-    old: as in `count_exponents`; indices count through all rows.
+    old: (n,), contiguous; or (rows, run) that lie apart; indices count through all rows.
     """
     values = np.empty(len(indices), old.dtype)
     (gather if old.ndim == 1 else gather_rows)(old, indices, values)

@@ -8,7 +8,8 @@ bit the probability moves towards it by 1 / (seen + 1.5): a running mean first, 
 splits a 64-bit range and moves 32 bits at a time; a carry is added to the bytes already written (G. N. N. Martin,
 "Range encoding", 1979). A decoder reads zeros past the end of its stream, so trailing zeros are not written.
 
-An encoder whose output is None writes nothing and counts: each state becomes ones << 32 | bits.
+What is to be coded is first written down as *events*, so that few places code and the others are compiled quickly. They
+can be counted instead: each state becomes ones << 32 | bits.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 
@@ -24,8 +25,12 @@ SEEN = 10  # bits of a state that count
 LIMIT = (1 << SEEN) - 1
 STEPS = np.array([(2 << 16) // (2 * seen + 3) for seen in range(LIMIT + 1)], np.int64)  # 2^16 / (seen + 1.5)
 
-SLACK = 512  # bytes of output that coding one change or one number can take at most, at 4 for each of its bits
-NUMBER_BITS = 40  # the longest that a number can be, below its leading one
+EVENTS = 1024  # words of events that are coded at once
+RAW = 0xFFF0  # more than twice any context
+EVENT_NBYTES = 4  # of output that coding an event can take at most
+SLACK = EVENT_NBYTES * EVENTS
+NUMBER_BITS = np.int64(40)  # the longest that a number can be, below its leading one
+NUMBER_EVENTS = 48  # of one
 NUMBER_CONTEXTS = 128  # for each kind of number: 64 for its length, 64 for the bit below the leading one
 
 FULL = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -34,6 +39,7 @@ _BYTE = np.uint64(255)
 _WORD = np.uint64(1 << 32)
 _20, _32 = np.uint64(20), np.uint64(32)
 _U0, _U1 = np.uint64(0), np.uint64(1)
+_I0 = np.int64(0)  # Numba compiles a function anew for each number that is written in a call of it
 
 
 class RangeEncoder(NamedTuple):
@@ -90,52 +96,67 @@ def _carry(out, at):
     out[at] += np.uint8(1)
 
 
-@inlined
-def _shift(low, width, at, out):
-    """Write four bytes if the range has become narrow."""
-    if width < _WORD:
-        for k in range(4):
-            out[at + k] = np.uint8((low >> np.uint64(56 - 8 * k)) & _BYTE)
-        return RangeEncoder(low << _32, width << _32, at + 4)
+@part
+def encode_events(coder, out, states, events, count):
+    """Code `count` events: words of at most 16 bits, twice a context and its bit. A word from RAW on says how many bits
+    of the next word are coded as they are, less one."""
+    low, width, at = coder
+    k = 0
+    while k < count:
+        event = np.int64(events[k])
+        k += 1
+        if event < RAW:
+            i, bit = event >> 1, event & 1
+            state = states[i]
+            share = _share(state, width)
+            start = _U0 if bit else share
+            width = share if bit else width - share
+            states[i] = _adapted(state, bit)
+        else:
+            bits = np.uint64(event - RAW + 1)
+            width >>= bits
+            start = width * np.uint64(events[k])
+            k += 1
+        low += start
+        if low < start:
+            _carry(out, at)
+        if width < _WORD:
+            for j in range(4):
+                out[at + j] = np.uint8((low >> np.uint64(56 - 8 * j)) & _BYTE)
+            low, width, at = low << _32, width << _32, at + 4
     return RangeEncoder(low, width, at)
 
 
+@part
+def count_events(states, events, count):
+    """Count the bits of `count` events: each state becomes ones << 32 | bits."""
+    k = 0
+    while k < count:
+        event = np.int64(events[k])
+        k += 1
+        if event < RAW:
+            states[event >> 1] += ((event & 1) << 32) + 1
+        else:
+            k += 1
+
+
 @inlined
-def encode_bit(coder, out, states, i, bit):
-    """Code a bit in context i."""
-    if out is None:
-        states[i] += (np.int64(bit) << 32) + 1
-        return coder
-    low, width, at = coder
-    state = states[i]
-    share = _share(state, width)
-    if bit:
-        width = share
-    else:
-        low += share
-        if low < share:
-            _carry(out, at)
-        width -= share
-    states[i] = _adapted(state, bit)
-    return _shift(low, width, at, out)
+def add_bit(events, k, i, bit):
+    """Add a bit in context i to k events. Returns how many there are."""
+    events[k] = 2 * i + bit
+    return k + 1
 
 
 @part
-def encode_raw(coder, out, value, bits):
-    """Code the low bits of a uint64 as they are, the highest first."""
-    if out is None:
-        return coder
+def add_raw(events, k, value, bits):
+    """Add the low bits of a uint64 as they are, the highest first."""
     while bits > 0:
         count = min(bits, 16)
         bits -= count
-        low, width, at = coder
-        width >>= np.uint64(count)
-        share = width * ((value >> np.uint64(bits)) & np.uint64((1 << count) - 1))
-        low += share
-        if low < share:
-            _carry(out, at)
-        coder = _shift(low, width, at, out)
-    return coder
+        events[k] = RAW + count - 1
+        events[k + 1] = (value >> np.uint64(bits)) & np.uint64((1 << count) - 1)
+        k += 2
+    return k
 
 
 @part
@@ -171,7 +192,7 @@ def _word(data, at):
 
 @inlined
 def start_decoder(data):
-    return RangeDecoder((_word(data, 0) << _32) | _word(data, 4), FULL, np.int64(8))
+    return RangeDecoder((_word(data, _I0) << _32) | _word(data, _I0 + 4), FULL, np.int64(8))
 
 
 @inlined
@@ -226,18 +247,15 @@ def log2_floor(value):
 
 
 @part
-def encode_count(coder, out, states, unary, top, count):
-    """Code a uint64 of at least 1: its bit length in unary, the highest bit below its leading one in context, the rest
+def add_count(events, k, unary, top, count):
+    """Add a uint64 of at least 1: its bit length in unary, the highest bit below its leading one in context, the rest
     raw. unary, top: the first contexts of the two, by length."""
     length = log2_floor(count)
     for j in range(length + 1):
-        coder = encode_bit(coder, out, states, unary + j, j < length)
+        k = add_bit(events, k, unary + j, np.int64(j < length))
     if length > 0:
-        bit = (count >> np.uint64(length - 1)) & _U1
-        coder = encode_bit(coder, out, states, top + length, bit == _U1)
-    if length > 1:
-        coder = encode_raw(coder, out, count, length - 1)
-    return coder
+        k = add_bit(events, k, top + length, np.int64((count >> np.uint64(length - 1)) & _U1))
+    return add_raw(events, k, count, length - 1)
 
 
 @part
@@ -261,12 +279,12 @@ def decode_count(coder, data, states, unary, top, limit):
 
 
 @kernel
-def _encode_numbers(out, states, numbers, kinds):
-    coder = start_encoder()
+def _encode_numbers(out, events, states, numbers, kinds):
+    k = _I0
     for j in range(numbers.shape[0]):
         first = NUMBER_CONTEXTS * np.int64(kinds[j])
-        coder = encode_count(coder, out, states, first, first + 64, np.uint64(numbers[j]) + _U1)
-    return finish(coder, out)
+        k = add_count(events, k, first, first + 64, np.uint64(numbers[j]) + _U1)
+    return finish(encode_events(start_encoder(), out, states, events, k), out)
 
 
 @kernel
@@ -283,8 +301,10 @@ def _decode_numbers(data, states, kinds, numbers):
 
 def encode_numbers(numbers: NDArray[np.int64], kinds: NDArray[np.uint8]) -> bytes:
     """Code whole numbers (k,) from 0 to 2^40; those of one kind share their statistics. kinds: (k,)."""
-    out = np.empty(len(numbers) * SLACK + SLACK, np.uint8)
-    return out[: _encode_numbers(out, _number_states(), read_only(numbers), read_only(kinds))].tobytes()
+    events = np.empty(len(numbers) * NUMBER_EVENTS, np.uint16)
+    out = np.empty(EVENT_NBYTES * len(events) + SLACK, np.uint8)
+    size = _encode_numbers(out, events, _number_states(), read_only(numbers), read_only(kinds))
+    return out[:size].tobytes()
 
 
 def decode_numbers(data: memoryview, kinds: NDArray[np.uint8]) -> NDArray[np.int64] | None:
@@ -302,24 +322,19 @@ def _number_states() -> NDArray[np.int64]:
 # Code lengths
 
 
-@kernel
-def _log2(values, logs):
-    for j in range(values.shape[0]):
-        value = np.uint64(values[j])
-        length = log2_floor(value)
-        # The mantissa as 1.31 fixed point, squared once for each bit of the fraction.
-        mantissa = value << np.uint64(31 - length) if length <= 31 else value >> np.uint64(length - 31)
-        log = length
-        for _ in range(8):
-            mantissa = (mantissa * mantissa) >> np.uint64(31)
-            carry = mantissa >> _32
-            mantissa >>= carry
-            log = 2 * log + np.int64(carry)
-        logs[j] = log
-
-
 def log2(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Binary logarithms of whole numbers from 1 to 2^62, in 1/256, rounded down: the same on every machine."""
-    logs = np.empty(values.shape, np.int64)
-    _log2(read_only(values.reshape(-1)), logs.reshape(-1))
+    rest, logs = values.astype(np.uint64), np.zeros(values.shape, np.int64)
+    for bits in (32, 16, 8, 4, 2, 1):
+        above = rest >= np.uint64(1 << bits)
+        rest = np.where(above, rest >> np.uint64(bits), rest)
+        logs += bits * above
+    # The mantissa as 1.31 fixed point, squared once for each bit of the fraction.
+    mantissa = np.where(logs <= 31, values << np.maximum(31 - logs, 0), values >> np.maximum(logs - 31, 0))
+    mantissa = mantissa.astype(np.uint64)
+    for _ in range(8):
+        mantissa = (mantissa * mantissa) >> np.uint64(31)
+        carry = mantissa >> _32
+        mantissa >>= carry
+        logs = 2 * logs + carry.astype(np.int64)
     return logs

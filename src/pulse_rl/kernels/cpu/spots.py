@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.arrays import buffer, prefetch_line, read_only
+from pulse_rl.kernels.cpu.arrays import LANES, buffer, prefetch_line, read_only
 from pulse_rl.kernels.cpu.compiled import kernel
 from pulse_rl.kernels.cpu.digests import C1, C2, mixed
 
@@ -83,6 +83,29 @@ def load(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
         return loaded
 
     return values.dtype(values, types.uint64, types.int64), codegen
+
+
+@intrinsic
+def lanes_up_to(typingctx: Any, values: Any, address: Any, start: Any, mask: Any, most: Any) -> Any:
+    """Compare 64 elements & mask from `start` on, counted from an address: bit i is set where element i is `most` or
+    less."""
+    element = values.dtype
+    lanes = ir.VectorType(ir.IntType(element.bitwidth), LANES)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = element_pointer(builder, signature.args[0], args[1], args[2])
+        loaded = builder.load(builder.bitcast(pointer, lanes.as_pointer()))
+        loaded.align = 1
+
+        def spread(value: Any) -> Any:
+            one = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+            zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+            return builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
+
+        found = builder.icmp_unsigned("<=", builder.and_(loaded, spread(args[3])), spread(args[4]))
+        return builder.bitcast(found, ir.IntType(LANES))
+
+    return types.uint64(values, types.uint64, types.int64, element, element), codegen
 
 
 @intrinsic

@@ -132,9 +132,6 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
     moved = moves.find_moves(old[indices], old[indices] + kind.type(1), field)
     moves.apply_moves(old, indices, moved.ups, moved.sizes, field)
     study.histogram(moved, field.exponents)
-    apart = np.zeros((2, 2 * N), kind)[:, :N]
-    moves.count_exponents(old, field, 1)
-    moves.count_exponents(apart, field, 1)
     one = np.ones(1, np.int64)
     memory = coding.memory_of([old])
     coding.count_exponents(memory, field, kind.itemsize, one)
@@ -158,7 +155,6 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
 def _warm_numbers() -> None:
     kinds = np.zeros(4, np.uint8)
     rangecoder.decode_numbers(memoryview(rangecoder.encode_numbers(np.arange(4), kinds)), kinds)
-    rangecoder.log2(np.arange(1, 5))
 
 
 def _warm_loco() -> None:

@@ -22,7 +22,7 @@ from pulse_rl.kernels.cpu import context, moves
 from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts, Streams
 from pulse_rl.kernels.cpu.context import Changed, Place, Start
 from pulse_rl.kernels.cpu.moves import Hot, Moves
-from pulse_rl.kernels.cpu.rangecoder import SLACK
+from pulse_rl.kernels.cpu.rangecoder import EVENTS, SLACK
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
@@ -41,6 +41,7 @@ from pulse_rl.kernels.gpu.regions import Regions, element
 
 SCRATCH = 1 << 30  # bytes that a batch of segments takes on the device at most, changes apart
 HOT_NBYTES = 6  # of a hot element
+WRITING_NBYTES = SLACK + 2 * EVENTS  # of a segment, for what is written at once
 WARP = 32  # threads that take one branch at a time, of which one codes: it waits for no other one's branches
 # Warps of a block. A call has at most 1,024 segments, so others' kernels have the half of a Hopper GPU's 132
 # multiprocessors for themselves. Not measured yet: bench/gpu compares.
@@ -132,14 +133,6 @@ def _hot(hot, s):
 
 
 @device
-def _encode_one(out, segments, hot, changes, s):
-    place, start, leans = _start(segments, s)
-    a, b = changes.edges[s], changes.edges[s + 1]
-    moved = Moves(changes.moved.exponents[a:b], changes.moved.ups[a:b], changes.moved.sizes[a:b])
-    return _encode_stream(out, place, start, _hot(hot, s), changes.indices[a:b], moved, leans)
-
-
-@device
 def _own(segments):
     """The segment that this thread codes; -1 for none."""
     s, lane = divmod(cuda.grid(1), WARP)
@@ -147,17 +140,15 @@ def _own(segments):
 
 
 @cuda.jit
-def _count(segments, hot, changes):
+def _encode(segments, hot, changes, events, out, slots, nbytes):
     s = _own(segments)
     if s >= 0:
-        _encode_one(None, segments, hot, changes, s)
-
-
-@cuda.jit
-def _encode(segments, hot, changes, out, slots, nbytes):
-    s = _own(segments)
-    if s >= 0:
-        nbytes[s] = _encode_one(out[slots[s] : slots[s + 1]], segments, hot, changes, s)
+        place, start, leans = _start(segments, s)
+        a, b = changes.edges[s], changes.edges[s + 1]
+        moved = Moves(changes.moved.exponents[a:b], changes.moved.ups[a:b], changes.moved.sizes[a:b])
+        here = out[slots[s] : slots[s + 1]], events[EVENTS * s : EVENTS * (s + 1)]
+        mine = place, start, _hot(hot, s), changes.indices[a:b], moved, leans
+        nbytes[s] = _encode_stream(*here, *mine)
 
 
 @cuda.jit
@@ -195,7 +186,7 @@ def count_exponents(memory: MemoryRows, field: Field, itemsize: int, every: NDAr
 def _batches(memory: MemoryRows, kind: Kind, starts: Starts) -> Iterator[slice]:
     """The segments in runs that take at most SCRATCH bytes, or one of them."""
     elements = memory.rows * memory.runs
-    others = 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8
+    others = WRITING_NBYTES + 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8
     takes = others + HOT_NBYTES * elements
     if takes.sum() > SCRATCH:  # were all elements hot: few are
         takes = others + HOT_NBYTES * count_hot(
@@ -237,7 +228,7 @@ def count_bits(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentM
     for chosen in _batches(memory, kind, starts):
         batch = _Batch(memory, kind, starts._replace(states=np.zeros_like(starts.states)), chosen)
         mine = batch.of(changes, chosen.start)
-        launch(_count, batch.blocks, CODERS * WARP, batch.segments, batch.hot, mine)
+        _run_encode(batch, mine, np.zeros(len(batch.regions), np.int64))  # no memory for streams: it counts
         np.add.at(starts.states, batch.kind.classes, download(batch.segments.states))
 
 
@@ -265,12 +256,20 @@ def _encode_batch(
     return coded
 
 
+def _run_encode(
+    batch: _Batch, changes: _Changes, room: NDArray[np.int64]
+) -> tuple[DeviceArray, DeviceArray, NDArray[np.int64]]:
+    """Code, or count where there is no room. Returns the streams' memory, where each one's begins, and their bytes."""
+    slots = upload(np.concatenate([[0], np.cumsum(room)]))
+    out, nbytes = empty(int(room.sum()), np.uint8), empty(len(room), np.int64)
+    events = empty(EVENTS * len(room), np.uint16)
+    launch(_encode, batch.blocks, CODERS * WARP, batch.segments, batch.hot, changes, events, out, slots, nbytes)
+    return out, slots, download(nbytes)
+
+
 def _coded(batch: _Batch, changes: _Changes, most: NDArray[np.int64]) -> list[bytes | None]:
     """Streams of at most these many bytes, (segments,); None for a longer one."""
-    slots = upload(np.concatenate([[0], np.cumsum(most + SLACK)]))
-    out, sizes = empty(int(most.sum()) + SLACK * len(most), np.uint8), empty(len(most), np.int64)
-    launch(_encode, batch.blocks, CODERS * WARP, batch.segments, batch.hot, changes, out, slots, sizes)
-    nbytes = download(sizes)
+    out, slots, nbytes = _run_encode(batch, changes, most + SLACK)
     at = np.concatenate([[0], np.cumsum(np.maximum(nbytes, 0))])
     packed = empty(int(at[-1]), np.uint8)
     launch(_pack, len(nbytes) if at[-1] else 0, THREADS, out, slots, upload(at), packed)
