@@ -6,9 +6,9 @@ It codes one segment's changes given the old bits, in the two phases of `docs/fo
    direction and by how many steps?
 2. the changes among the other, *cold* elements: the gap to each one, its direction and its size.
 
-The encoder writes what it codes as events first, which `rangecoder` codes or counts; the decoder takes the same steps bit
-by bit, and both compute contexts by the same helpers. `rangecoder` codes the bits; `moves` finds hot elements and turns changes into moves and back. The decoder in plain
-Python is in `tests/naive/context.py`.
+The encoder writes what it codes as events first, which `rangecoder` codes or counts. The decoder takes the same steps
+bit by bit, and both compute contexts by the same helpers. `moves` finds hot elements and turns changes into moves and
+back. The decoder in plain Python is in `tests/naive/context.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,arg-type"
 
@@ -83,7 +83,7 @@ class Tables(NamedTuple):
     size: int  # contexts in all
 
 
-class Walk(NamedTuple):
+class Telling(NamedTuple):
     """How far the changes of a segment are told."""
 
     hot: int  # hot elements passed
@@ -239,7 +239,7 @@ def _tell(events, place, start, hot, indices, moved, leans, walk):
         if changed or h == hots.shape[0]:
             was_hot, is_hot = is_hot, h < hots.shape[0]
             j = _next(j + 1 if is_hot == was_hot else _I0, is_hot, moved, threshold)
-    return k, Walk(h, j, left, last, row)
+    return k, Telling(h, j, left, last, row)
 
 
 @part
@@ -247,7 +247,7 @@ def encode_stream(out, events, place, start, hot, indices, moved, leans):
     """Code a segment's changes, or count their bits where out is empty. Returns the bytes of the stream; −1 if it
     becomes longer than out without its slack."""
     coder, first = start_encoder(), _next(_I0, hot.indices.shape[0] > 0, moved, start.threshold)
-    walk = Walk(_I0, first, np.int64(indices.shape[0]), np.int64(-1), _first_row(place))
+    walk = Telling(_I0, first, np.int64(indices.shape[0]), np.int64(-1), _first_row(place))
     while walk.left > 0:
         count, walk = _tell(events, place, start, hot, indices, moved, leans, walk)
         if out.shape[0] == 0:
