@@ -1,12 +1,12 @@
 """PULSELoCo: trainers that exchange only what the next forward pass can see, and DiLoCo, the same without a gate.
 
-    gate, payload           what one trainer sends of a segment, and its bytes
-    exchange                the mean of what all send
-    masters, checkpoint     what a trainer holds, and its state as a dict
-    contributions, outcome  what a trainer adds to a round, and what the round gave
+    rounds, optimizer       a round, from inner steps to its report; PulseLoCo and DiLoCo themselves
     members                 who takes part: a fixed group, trainers that come and go (elastic, lighthouse), or trainers
                             that reach each other only through a store (meeting)
-    rounds, optimizer       the states of a trainer, and PulseLoCo and DiLoCo themselves
+    contributions           what a trainer adds to a round: found by the gate (gate, log8), as bytes (payload)
+    exchange, sums          the mean of what all send
+    trainer, masters        the state that the outer step changes; as a dict in checkpoint
+    outcome                 what a round gave
 
 Inner steps and their data are the caller's. How weights reach rollout workers is another room's (`sync`), and so are
 collectives (`group`).

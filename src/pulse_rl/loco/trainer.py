@@ -43,7 +43,7 @@ class Trainer:
             segment, mean = pair
             return loco.overflows(segment.shared, segment.momentum, mean.dense(segment.size), self._lr, self._mu)
 
-        segments = self.masters.segments[: len(means)]
+        segments = self.masters.segments
         for segment, broken in zip(segments, ordered_map(overflows, zip(segments, means, strict=True)), strict=True):
             if broken:
                 raise FloatingPointError(

@@ -181,7 +181,8 @@ def _replay(meeting: Meeting, trainer: Trainer, ended: Ended) -> None:
             after = meeting.repairs.state_after(trainer, ended.commit.round, error)
         else:
             for segment, indices in zip(masters.segments, sent, strict=True):
-                masters.residual[segment.name][segment.start + indices] = 0
+                assert segment.residual is not None
+                segment.residual[indices] = 0
     if after is not None:
         trainer.take_over(after)
         return
