@@ -16,6 +16,7 @@ from pulse_rl.history.manifest import manifest_name, parse
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.log.objects import fetch
 from pulse_rl.log.sealed import seal
+from pulse_rl.log.signing import Keys
 from pulse_rl.store.base import Store
 from tests.conftest import Trainee
 from tests.loco.ranks import Ranks, good
@@ -23,6 +24,7 @@ from tests.sync.shares import model, shares
 
 KEY, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key()
+KEYS = Keys(None, PUBLIC)
 
 
 def pem(path: Path, key: Any, *, password: bytes | None = None) -> tuple[Path, Path]:
@@ -74,17 +76,17 @@ def test_every_altered_byte_is_found(trainee: Trainee) -> None:
         store = pulse.open_store("memory://")
         pulse.Publisher(store, cast="bfloat16", sign_with=key).publish(trainee.step(), version=0)
         data = bytes(store.get(manifest_name(0)))
-        public = PUBLIC if key else None
-        assert parse(data, 0, public, "it").version == 0
+        keys = KEYS if key else None
+        assert parse(data, 0, keys, "it").version == 0
         for at in range(len(data)):
             for bit in (1, 32):
                 altered = bytearray(data)
                 altered[at] ^= bit
                 with pytest.raises(pulse.IntegrityError):
-                    parse(bytes(altered), 0, public, "it")
+                    parse(bytes(altered), 0, keys, "it")
         for cut in (data[:-1], data[1:], data + b" ", data + b"}", b""):
             with pytest.raises(pulse.IntegrityError):
-                parse(cut, 0, public, "it")
+                parse(cut, 0, keys, "it")
 
 
 def test_what_somebody_with_the_bucket_can_forge(trainee: Trainee) -> None:
@@ -103,7 +105,7 @@ def test_what_somebody_with_the_bucket_can_forge(trainee: Trainee) -> None:
         "old": hashed + f',"signature":"{signature}"}}'.encode(),
         "other": hashed + f',"signature":"{OTHER.sign(hashed).hex()}"}}'.encode(),
         "twice": data[:-1] + f',"blake3":"{blake3(data[:-1]).hexdigest()}"}}'.encode(),
-        "unsealed": seal(parse(data, 0, PUBLIC, "it"), None),
+        "unsealed": seal(parse(data, 0, KEYS, "it"), None),
     }
     for manifest in forged.values():
         store.put(manifest_name(0), manifest)
@@ -120,7 +122,7 @@ def test_objects_are_bound_by_the_signed_manifest(tmp_path: Path, trainee: Train
     ours, theirs = (next((tmp_path / name / "patches").iterdir()) for name in ("ours", "theirs"))
     ours.write_bytes(theirs.read_bytes())
     live = trainee.empty()
-    manifest = parse((tmp_path / "ours" / manifest_name(1)).read_bytes(), 1, PUBLIC, "it")
+    manifest = parse((tmp_path / "ours" / manifest_name(1)).read_bytes(), 1, KEYS, "it")
     with pytest.raises(pulse.IntegrityError, match="is corrupt"):
         pulse.Subscriber(tmp_path / "ours", public_key=PUBLIC).sync(live)
     assert manifest.patch is not None
@@ -201,7 +203,7 @@ def test_ranks_follow_what_ranks_have_signed(ranks: Ranks, tmp_path: Path) -> No
     assert name == "IntegrityError"
     assert "not by the key" in text
     assert "not by the key" in told
-    manifest = parse((tmp_path / "store" / manifest_name(1)).read_bytes(), 1, PUBLIC, "it")
+    manifest = parse((tmp_path / "store" / manifest_name(1)).read_bytes(), 1, KEYS, "it")
     assert manifest.patch is not None
     assert manifest.patch.parts == 2
     assert verify(pulse.open_store(store), public_key=public).ok
