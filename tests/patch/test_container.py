@@ -457,6 +457,26 @@ def test_malformed_indices() -> None:
         refused(seal(metadata | {"blocks": blocks, "spans": spans}, edited), message)
 
 
+def test_a_block_decodes_to_no_more_than_its_limit() -> None:
+    """16 segments of 2^20 bytes, of which so many change: each takes 4 bytes for its index and one for its value."""
+    metadata, streams = take_apart(PATCHES["gap"])
+    most = (64 << 20) // (16 * (4 + 1))
+
+    def with_changes(count: int) -> bytes:
+        index = words(1, 0, 16, len(streams["payload"]), *[count] * 16)
+        return seal(metadata, {**streams, "table": table([["t", "U8", [1 << 24], []]]), "index": index})
+
+    assert pulse.inspect(with_changes(most)).changes == 16 * most
+    refused(with_changes(most + 1), "index: a block decodes to more than 67108864 bytes")
+
+
+def test_spans_of_gap_share_nothing() -> None:
+    """Bytes that the index counts as shared, and no codec reads."""
+    metadata, streams = take_apart(PATCHES["gap"])
+    index = words(1, 1, 4, len(streams["payload"]), 20, 3, 5, 9)
+    refused(seal(metadata, {**streams, "index": index, "shared": b"x"}), "its spans share nothing, found 1 bytes")
+
+
 def test_malformed_gap_blocks() -> None:
     """A span of one sparse segment, 300 elements of 4 bytes with 20 changes, and others of fixed size."""
     # 20 + 3 + 5 + 9 values: of the first byte all have one, of the second all but three, and so on.
