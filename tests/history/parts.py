@@ -91,7 +91,7 @@ def publish_parts(store: Store, old: Any, new: Any, cut: Cut, ranks: int, *, cod
         ref.parts_nbytes,
         base=base.version,
         codec=codec,
-        changes=sum(part.changes for part in coded),
+        changes=sum(part.found.changes for part in coded),
     )
     manifest = Manifest(
         format=FORMAT.name,
