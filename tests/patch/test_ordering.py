@@ -12,8 +12,8 @@ import pulse_rl as pulse
 from pulse_rl.dtypes import UINTS
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
-from pulse_rl.patch import apply, ordering
-from pulse_rl.patch.merging import Ordered
+from pulse_rl.patch import apply, writing
+from pulse_rl.patch.writing import Ordered
 
 
 @settings(deadline=None, max_examples=100)
@@ -77,6 +77,11 @@ def test_changes_too_uneven_are_left_to_another_sort() -> None:
     assert in_order(cpu.Spots(**columns), stretches, n * one, *both) is None
 
 
+def names(ordered: Ordered) -> list[str]:
+    """The tensors that change."""
+    return [ordered.pieces.names[number] for number in ordered.numbers]
+
+
 class World:
     """A history of two versions, whose tensors are cut into tiles by columns, and weights that hold the first."""
 
@@ -100,7 +105,7 @@ class World:
         found: list[list[Ordered] | None] = []
 
         def note(*arguments: Any) -> list[Ordered] | None:
-            found.append(ordering.in_memory_order(*arguments))
+            found.append(writing.in_memory_order(*arguments))
             return found[-1]
 
         monkeypatch.setattr(apply, "in_memory_order", note)
@@ -115,7 +120,7 @@ def test_a_patch_is_written_in_the_order_of_memory(change: float, monkeypatch: p
     live = {name: array.copy() for name, array in world.before.items()}
     staged, [writes] = world.stage(live, monkeypatch)
     assert writes is not None
-    assert {name for one in writes for name in one.names} == ({"a", "b", "bytes"} if change else set())
+    assert {name for one in writes for name in names(one)} == ({"a", "b", "bytes"} if change else set())
     for one in writes:
         for a, b in pairwise(one.edges.tolist()):
             assert (np.diff(one.changes.indices[a:b].astype(np.int64)) > 0).all()
@@ -141,6 +146,6 @@ def test_parts_of_one_matrix_are_written_each_for_itself(monkeypatch: pytest.Mon
     live: dict[str, Any] = {"a": fused[:700], "b": fused[700:], "bytes": world.before["bytes"].copy()}
     staged, [writes] = world.stage(live, monkeypatch)
     assert writes is not None
-    assert [name for one in writes for name in one.names].count("b") == 1
+    assert [name for one in writes for name in names(one)].count("b") == 1
     staged.apply()
     assert all((live[name] == world.after[name]).all() for name in live)

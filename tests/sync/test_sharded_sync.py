@@ -565,7 +565,7 @@ def test_shards_of_one_process(tmp_path: Path) -> None:
 def killed_in(rank: int, size: int, store: Path, kept: Path, where: str, victim: int) -> tuple[tuple[int, ...], int]:
     """One rank is killed while all stage, apply or sync. What the others hold then is kept for the next group."""
     from pulse_rl.history import follow
-    from pulse_rl.patch import merging
+    from pulse_rl.patch import writing
     from pulse_rl.patch.apply import Application
 
     live = shards(state(1), "mixed", rank, size)
@@ -591,8 +591,8 @@ def killed_in(rank: int, size: int, store: Path, kept: Path, where: str, victim:
         elif where == "proof":
             kill(Application, "own_delta", 3)
         elif where == "write":
-            merging.BATCH = 1  # several batches
-            kill(merging.Batch, "write", 2)
+            writing.BATCH = 1  # several batches
+            kill(writing.Batch, "write", 2)
         elif where == "second write":
             kill(Application, "write", 2)
     started = time.monotonic()

@@ -16,11 +16,10 @@ import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
-from pulse_rl.patch import apply, merging
+from pulse_rl.patch import apply, writing
 from pulse_rl.store.base import Store
 from pulse_rl.sync.subscribe import landings
-from pulse_rl.weights.bits import HostBits, as_bits
-from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.bits import HostBits
 from tests.conftest import Trainee
 from tests.history.parts import even, publish_parts
 from tests.store.through import Through
@@ -160,7 +159,7 @@ def test_what_is_not_applied_is_dropped(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_an_interrupted_apply_ends_in_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle is raised when the last element is written."""
-    monkeypatch.setattr(merging, "BATCH", 1)  # a call for each part
+    monkeypatch.setattr(writing, "BATCH", 1)  # a call for each part
     run = Run(4)
     live, subscriber = run.copy(0), pulse.Subscriber(run.store)
     staged = subscriber.stage(live)
@@ -273,38 +272,43 @@ def test_one_thread_stages_few_changes(codec: str, monkeypatch: pytest.MonkeyPat
     assert checks_in_threads(lambda subscriber, live: subscriber.stage(live))
 
 
-def test_merged_changes_of_any_memory_are_written_and_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain memory, of elements of several widths, in parts and batches that divide unevenly; rows that lie apart."""
-    monkeypatch.setattr(merging, "PART", 7)
-    monkeypatch.setattr(merging, "BATCH", 18)
+@pytest.mark.parametrize("apart", [False, True])
+def test_changes_of_any_memory_are_written_and_read_back(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements of several widths, in parts and batches that divide unevenly. apart: rows of one tensor lie apart."""
+    monkeypatch.setattr(writing, "PART", 7)
+    monkeypatch.setattr(writing, "BATCH", 18)
     rng = np.random.default_rng(3)
     wide = rng.integers(0, 256, (40, 30)).astype(np.uint16)
-    memory: dict[str, Any] = {
+    weights: dict[str, Any] = {
         "bytes": rng.integers(0, 256, 500).astype(np.uint8),
         "plain": rng.integers(0, 256, (20, 20)).astype(np.uint16),
         "rows": wide[:, 3:20],
-        "more": rng.integers(0, 256, 90).astype(np.uint16),
         "words": rng.integers(0, 256, 77).astype(np.uint64),
     }
-    expected, writes = {name: array.copy() for name, array in memory.items()}, []
+    publisher = pulse.Publisher("memory://", codec="gap")
+    publisher.publish(weights, version=0)
+    live = {name: array if apart and name == "rows" else array.copy() for name, array in weights.items()}
+    subscriber = pulse.Subscriber(publisher.history.store)
+    subscriber.sync(live)
+    changed = {name: array.copy() for name, array in weights.items()}
+    for array in changed.values():
+        array[rng.random(array.shape) < 0.3] += 1
+    publisher.publish(changed, version=1)
     beside = wide.copy()
-    for name, array in memory.items():
-        indices = np.flatnonzero(rng.random(array.size) < 0.3).astype(np.uint32)
-        values = rng.integers(0, 256, len(indices)).astype(array.dtype)
-        expected[name].reshape(-1)[indices] = values
-        writes.append(merging.Write(as_bits(array), name, 0, Changes(indices, values)))
-    batched = list(merging.batches(writes))
-    assert sum(batch.nbytes for batch in batched) == sum(
-        write.changes.indices.nbytes + write.changes.values.nbytes for write in writes
-    )
-    merging.Writes(batched).write()
-    assert all((memory[name] == expected[name]).all() for name in memory)
-    beside[:, 3:20] = expected["rows"]
+    staged = subscriber.stage(live)
+    assert staged.nbytes == sum((4 + a.itemsize) * int((a != live[name]).sum()) for name, a in changed.items())
+    staged.apply()
+    assert equal(live, changed)
+    beside[:, 3:20] = wide[:, 3:20]
     assert (wide == beside).all()  # nothing beside the rows
+    publisher.publish({name: array + np.uint8(1) for name, array in changed.items()}, version=2)
+    staged, broken, genuine = subscriber.stage(live), "rows" if apart else "bytes", HostBits.gather
     with monkeypatch.context() as patched, pytest.raises(pulse.IntegrityError, match="just written") as raised:
-        patched.setattr(HostBits, "gather", lambda self, start, indices: np.zeros(len(indices), np.uint16))
-        merging.Writes(batched).write()
-    assert raised.value.name == "rows"
+        patched.setattr(HostBits, "gather", lambda self, *at: genuine(self, *at) ^ np.uint8(self.flat is None))
+        patched.setattr(cpu, "write_spots", lambda *arguments: 0)
+        staged.apply()
+    assert raised.value.name == broken
+    assert subscriber.version is None
 
 
 def test_nothing_to_stage_and_an_older_version() -> None:

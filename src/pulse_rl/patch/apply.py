@@ -26,18 +26,18 @@ from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch
 from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
-from pulse_rl.patch.merging import BATCH, Merged, Ordered
-from pulse_rl.patch.ordering import in_memory_order
 from pulse_rl.patch.overlay import Older, Overlay, Recorder, sections_of
-from pulse_rl.patch.targets import Target, targets
+from pulse_rl.patch.targets import Target, device_of, targets
 from pulse_rl.patch.work import Lying, Parts, Tensor, Work, held_of, joined, plan, runs
+from pulse_rl.patch.writing import BATCH, Write, Writes, in_memory_order, not_written
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.devices import Device
+from pulse_rl.weights.devices import Cuda, Device
+from pulse_rl.weights.host_bits import count_writes, counted_by
 from pulse_rl.weights.layout import derived
-from pulse_rl.weights.pieces import pieces_of, place_view
+from pulse_rl.weights.pieces import place_view
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
 FEW = 1 << 20  # changes that one thread checks as fast as two do
@@ -95,7 +95,8 @@ class Application:
         self._keep_nbytes = keep_nbytes
         self._shared = SharedMemory(live)
         self._overlapping = derived(live, overlapping)
-        self._work: list[Work] = []  # empty until `prove`
+        self._work: list[Work] = []  # from `prove` on, until it is prepared
+        self._writes: Writes | None = None  # prepared
         self._overwritten: list[Overwritten] = []  # by `write`, where tensors overlap
         self._delta: int | None = None  # what this process adds to what the digest gains
         self.decode_s = 0.0  # seconds of decoding, summed over threads
@@ -194,20 +195,28 @@ class Application:
         """Whether tensors overlap in live memory: then only `write` finds out whether the patch fits them."""
         return self._overlapping
 
-    def in_memory_order(self, overlay: Overlay | None = None) -> list[Ordered] | None:
-        """What `write` would write, in the order of memory, after `prove`; None where `merge_into` has to find it.
+    def prepare(self, overlay: Overlay | None = None) -> bool:
+        """Do what can be done before `write`, after `prove`, where no tensors overlap.
 
-        overlay: what is to be written instead, as of this patch and of others before it.
+        overlay: what is to be written instead, as of this patch and of others before it. Returns whether it is
+        prepared, which it always is without an overlay.
         """
-        several: list[tuple[Lying, NDArray[np.int64]]] | None
+        several: list[tuple[Lying, NDArray[np.int64]]] | None = None
         if overlay is not None:
             several = held_of(overlay, self._parts, self._live)
-        elif any(work.spots is None or work.windows is not None or work.changes is None for work in self._work):
-            several = None
-        else:
+        elif all(work.spots is not None and work.windows is None and work.changes is not None for work in self._work):
             found = joined(self._work, [work.changes or () for work in self._work])
             several = [(lying, parts.sizes()) for lying, parts in found]
-        return None if several is None else in_memory_order(several, self._live)
+        ordered = None if several is None else in_memory_order(several, self._live)
+        if ordered is None and overlay is not None:
+            return False
+        others = (
+            ()
+            if ordered is not None
+            else [one for work in self._work for _, one in self._targets(work, work.changes or work.decode())]
+        )
+        self._writes, self._work = Writes(ordered or (), others), []
+        return True
 
     def overlay(self) -> Overlay:
         """What `write` would write, after `prove`: the new bits by the patch's segments. Raises OSError for no room."""
@@ -226,12 +235,6 @@ class Application:
                     recorder.add([one.section], counts[one.first : last], nothing)
             return Overlay.of(recorder.columns())
 
-    def merge_into(self, merged: Merged) -> None:
-        """Collect what `write` would write, after `prove`."""
-        for name, place, changes in self.changes():
-            for copy in self._live[name]:
-                merged.add(name, copy, place, changes)
-
     def changes(self) -> Iterator[tuple[str, Box, Changes]]:
         """What `write` will write, after `prove`: the changes of each segment, by tensor and place."""
         for work in self._work:
@@ -242,7 +245,8 @@ class Application:
     @property
     def kept_nbytes(self) -> int:
         """Memory that the decoded changes take which are kept until `write`."""
-        return sum(found.nbytes for work in self._work for found in work.changes or ())
+        kept = sum(found.nbytes for work in self._work for found in work.changes or ())
+        return kept if self._writes is None else self._writes.nbytes
 
     def keep_in_file(self) -> int:
         """Keep all decoded changes in a temporary file until `write`. Returns its bytes. Raises OSError for no room."""
@@ -266,18 +270,17 @@ class Application:
     def replaced(self) -> Iterator[Overwritten]:
         """What `write` will overwrite, after `prove`: each part of live memory in which something changes."""
         for work in self._work:
-            for target, name, changes in self._writes(work, work.changes or work.decode()):
-                old = Changes(changes.indices, target.bits.gather(0, changes.indices))
-                yield Overwritten(name, target.place, target.bits, old)
+            for target, (bits, name, changes) in self._targets(work, work.changes or work.decode()):
+                yield Overwritten(name, target.place, bits, Changes(changes.indices, bits.gather(0, changes.indices)))
 
-    def _writes(self, work: Work, decoded: Sequence[Decoded]) -> Iterator[tuple[Target, str, Changes]]:
-        """Each part of live memory that is to be written, its tensor's name, and its changes."""
+    def _targets(self, work: Work, decoded: Sequence[Decoded]) -> Iterator[tuple[Target, Write]]:
+        """Each part of live memory that is to be written, and how."""
         for tensor, place, changes in work.each(decoded):
             for copy in tensor.live:
                 for target in targets(copy, place):
                     own = target.own(place, changes)
                     if len(own.indices):
-                        yield target, tensor.name, own
+                        yield target, Write(target.bits, tensor.name, own)
 
     def write(self) -> None:
         """Overwrite the changed elements and read every one of them back. Call only after `prove`.
@@ -287,7 +290,10 @@ class Application:
         """
         self._overwritten = list(self.replaced()) if self._overlapping else []
         held = self._held_digest() if self._overlapping else 0
-        finish_despite_interrupt(self._write_batches)
+        device = derived(self._live, device_of)
+        if isinstance(device, Cuda):  # what the caller has queued there reads the old bits
+            device.follow()
+        finish_despite_interrupt(self._write_batches if self._writes is None else self._writes.write)
         if self._overlapping:
             self._check_overlaps(held)
 
@@ -314,10 +320,8 @@ class Application:
         if run and run[0].spots is not None:
             self._write_spots(run)
         else:
-            for target, name, (indices, values) in (w for work in run for w in self._writes(work, work.changes or ())):
-                target.bits.scatter(0, indices, values)
-                if (target.bits.gather(0, indices) != values).any():
-                    raise _not_written(name)
+            for _, one in (each for work in run for each in self._targets(work, work.changes or ())):
+                one.write()
         for work in run:
             work.written, work.changes = True, None
 
@@ -328,12 +332,9 @@ class Application:
             number = run[0].device.write_spots(*lying)
             if number is not None:
                 wrong = parts.tensor(number).name
-        tensors = {id(tensor): tensor for work in run for tensor in work.written_to()}
-        for piece in (piece for tensor in tensors.values() for copy in tensor.live for piece in pieces_of(copy)):
-            if isinstance(piece.bits, HostBits | TorchBits):
-                piece.bits.count_write()
+        count_writes(counted_by({counter: None for work in run for counter in work.counted()}))
         if wrong is not None:
-            raise _not_written(wrong)
+            raise not_written(wrong)
 
     def _held_digest(self) -> int:
         return digests.state_digest({name: copies[0] for name, copies in self._live.items()})
@@ -357,7 +358,3 @@ def _gained(device: Device, lying: Lying, parts: Parts) -> int:
     """What the digest gains by changes of segments, mod 2^64."""
     laid = parts.laid(lying.values.itemsize)
     return device.spots_delta(*lying) if laid is None else cpu.spots_delta(*lying, laid)
-
-
-def _not_written(name: str) -> IntegrityError:
-    return IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)

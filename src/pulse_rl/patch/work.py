@@ -5,6 +5,7 @@ Only what touches live memory is decoded. `plan` finds that out without decoding
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import Lock
 from typing import NamedTuple
 
@@ -22,10 +23,13 @@ from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import CutGroup, Segments, Table
 from pulse_rl.patch.targets import device_of, holds, lines, spots_of
 from pulse_rl.weights import digests
+from pulse_rl.weights.bits import HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
+from pulse_rl.weights.host_bits import Counter
 from pulse_rl.weights.layout import derived
+from pulse_rl.weights.pieces import pieces_of
 
 ON_DEVICE = 1 << 20  # changes after which a device is called: each call takes the host about a millisecond
 
@@ -52,6 +56,7 @@ class Work:
     owners: NDArray[np.int64]  # (segments,) the tensor of each
     sizes: NDArray[np.int64]  # (segments,) elements of each
     changed: int  # how many elements change
+    counters: Sequence[Sequence[Counter]] | None  # who counts writes to each of the tensors; None for nobody
     keep: bool  # whether the changes stay in memory from proof to write
     device: Device  # whose kernels reach live memory
     spots: cpu.Spots | None = None  # where what is held of all of them lies there, if that is known
@@ -95,11 +100,13 @@ class Work:
                 tensor, place = self.part.place(number)
                 yield self.tensors[tensor], place, changes
 
-    def written_to(self) -> list[Tensor]:
-        """The tensors that change, while the changes are in memory."""
-        counts = [found.counts for found in self.changes or ()]
-        changing = np.concatenate(counts) > 0 if counts else np.zeros(len(self.owners), np.bool_)
-        return [self.tensors[number] for number in np.unique(self.owners[changing]).tolist()]
+    def counted(self) -> Iterator[Counter]:
+        """Who counts the writes to the tensors that change, while the changes are in memory."""
+        if self.counters is None or not self.changes:
+            return iter(())
+        changing = np.concatenate([found.counts for found in self.changes]) > 0
+        numbers = np.unique(self.owners[changing]).tolist()
+        return chain.from_iterable(map(self.counters.__getitem__, numbers))
 
 
 def runs(works: Iterable[Work]) -> Iterator[list[Work]]:
@@ -228,6 +235,7 @@ def plan(
                 owners=owners[numbers],
                 sizes=sizes[numbers],
                 changed=changed,
+                counters=lying.counters,
                 keep=keep_all or budget >= 0,
                 device=device,
                 laid=laid,
@@ -273,6 +281,7 @@ class _Lying(NamedTuple):
     old: OldBits
     usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
     held: NDArray[np.bool_]  # whether this process holds an element
+    counters: Sequence[Sequence[Counter]] | None  # as of `Work`
     counts: NDArray[np.uint32]  # changes
 
     def known(self, some: NDArray[np.int64] | slice = slice(None)) -> bool:
@@ -305,4 +314,13 @@ def _lying(live: Mapping[str, Copies], table: Table, groups: Sequence[CutGroup],
         tensor, place = segments.place(number)
         copies = live.get(table[tensor].name, ())
         held[number] = bool(copies) and holds(copies[0], place)
-    return _Lying(spots, windows, OldBits(memory, device), usable, held, segments.counts)
+    counters = [[*_counters(live.get(entry.name, ()))] for entry in table]
+    return _Lying(
+        spots, windows, OldBits(memory, device), usable, held, counters if any(counters) else None, segments.counts
+    )
+
+
+def _counters(copies: Copies) -> Iterator[Counter]:
+    for bits in (piece.bits for copy in copies for piece in pieces_of(copy)):
+        if isinstance(bits, HostBits | TorchBits) and bits.counter is not None:
+            yield bits.counter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
-from operator import attrgetter, call, methodcaller
-from typing import TYPE_CHECKING, Any, Protocol
+from operator import attrgetter, call
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -25,7 +25,7 @@ class Counter:
     """For which torch tensor the writes to some memory are counted, as torch counts its own.
 
     Then a backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
-    of: gives the tensor; None for none.
+    of: gives the tensor; None where it is gone.
     """
 
     __slots__ = ("of",)
@@ -39,20 +39,17 @@ class Counter:
         return cls(lambda: tensor)
 
 
-_UNCOUNTED = Counter(lambda: None)
-
-
 class HostBits:
     """Bits over an array in host memory, of any strides.
 
-    counter: of writes, if torch counts them.
+    counter: of writes; None where torch counts none.
     """
 
     __slots__ = ("_address", "_rows", "array", "counter", "dtype", "flat", "itemsize", "shape", "size")
 
     device = HOST
 
-    def __init__(self, dtype: str, array: UIntArray, counter: Counter = _UNCOUNTED) -> None:
+    def __init__(self, dtype: str, array: UIntArray, counter: Counter | None = None) -> None:
         self.counter = counter
         self.dtype = dtype
         self.array = array
@@ -113,17 +110,17 @@ class HostBits:
 
         counters: gets, and has, one for each such tensor, by its id.
         """
-        tensor, found = self.counter.of(), self.counter
-        if tensor is not None:
-            found = counters.setdefault(id(tensor), Counter(ref(tensor)))
-        return HostBits(self.dtype, array_at(self.array), found)
+        tensor = None if self.counter is None else self.counter.of()
+        counter = None if tensor is None else counters.setdefault(id(tensor), Counter(ref(tensor)))
+        return HostBits(self.dtype, array_at(self.array), counter)
 
     def view(self, slices: tuple[slice, ...]) -> HostBits:
         return HostBits(self.dtype, self.array[_index(slices)], self.counter)  # of a 0-dim array a view, too
 
     def count_write(self) -> None:
         """Count a write for torch."""
-        count_writes(counted_in([self]))
+        if self.counter is not None:
+            count_writes(counted_by([self.counter]))
 
     @property
     def contiguous(self) -> bool:
@@ -156,23 +153,20 @@ class HostBits:
         return ("host", *np.lib.array_utils.byte_bounds(self.array))
 
 
-class _Counted(Protocol):
-    @property
-    def counter(self) -> Counter: ...
-
-
-def counted_in(memory: Iterable[_Counted]) -> list[torch.Tensor]:
-    """The tensors for which torch counts writes to memory."""
-    found = [tensor for tensor in map(call, map(attrgetter("counter.of"), memory)) if tensor is not None]
-    if not any(map(methodcaller("is_inference"), found)):
-        return found
-    return [tensor for tensor in found if not tensor.is_inference()]
+def counted_by(counters: Iterable[Counter]) -> list[torch.Tensor]:
+    """The tensors for which they count."""
+    return [tensor for tensor in map(call, map(attrgetter("of"), counters)) if tensor is not None]
 
 
 def count_writes(tensors: list[torch.Tensor]) -> None:
     """Count a write to each for torch, which has not made it."""
-    if tensors:
-        sys.modules["torch"].autograd.graph.increment_version(tensors)
+    if not tensors:
+        return
+    increment = sys.modules["torch"].autograd.graph.increment_version
+    try:
+        increment(tensors)
+    except RuntimeError:  # an inference tensor counts none; that it counts twice for those before does no harm
+        increment([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 class ArrayCastBits:

@@ -243,7 +243,7 @@ def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
 
 def counted(bits: Bits, tensor: Any) -> Bits:
     """The same bits, whose writes torch counts for this tensor, which they are a part of."""
-    if not isinstance(bits, HostBits) or bits.counter.of() is None:
+    if not isinstance(bits, HostBits) or bits.counter is None:
         return bits
     return HostBits(bits.dtype, bits.array, Counter.to(tensor))
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
-from pulse_rl.weights.host_bits import Counter, count_writes, counted_in, expanded
+from pulse_rl.weights.host_bits import Counter, count_writes, counted_by, expanded
 
 if TYPE_CHECKING:
     import torch
@@ -181,7 +181,7 @@ class TorchBits:
 
     def count_write(self) -> None:
         """Count a write for torch."""
-        count_writes(counted_in([self]))
+        count_writes(counted_by([self.counter]))
 
     @property
     def counter(self) -> Counter:

@@ -15,10 +15,9 @@ from pulse_rl.history.patches import Fetched
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import no_room
 from pulse_rl.history.trail import State, state_of
-from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interrupt
+from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.live import Copies, by_name
-from pulse_rl.patch.merging import Merged, Writes, batches
 from pulse_rl.patch.overlay import Older, Overlay
 from pulse_rl.sync.shares import Share
 from pulse_rl.sync.subscribe.held import Halo, HeldWeights, fetch_strips, missing_strips, with_pieces
@@ -131,7 +130,6 @@ class Keeping(ShareLanding):
         self._laid: tuple[int, Overlay | None] = 0, None  # how many of them are in an overlay, and this
         self._halos: list[Halo] = []  # what was added to the halo before each patch
         self._spilled = False  # whether decoded changes are in a file
-        self._writes = Writes()  # from `settle` on
         self._to: State | None = None  # the version that the patches lead to
         self._restored: Restored | None = None
         self._files = ExitStack()
@@ -213,26 +211,23 @@ class Keeping(ShareLanding):
         self.nbytes = restored.nbytes
 
     def settle(self) -> None:
-        """Merge the changes of all patches into one write for each piece of memory: `write` only has to scatter them.
+        """Prepare the patches as one, or each alone: `write` only has to scatter what changes.
 
-        Where decoded changes are in a file, or tensors overlap, patches are written one after another.
+        Where decoded changes are in a file, or tensors overlap, patches are written as they are.
         """
-        if self._patches and not self._spilled and not any(patch.application.overlapping for patch in self._patches):
-            application = self._patches[-1].application
-            overlay = self._overlay() if len(self._patches) > 1 and not any(self._halos) else None
-            known = len(self._patches) == 1 or overlay is not None
-            ordered = application.in_memory_order(overlay) if known else None
-            if ordered is None:
-                merged = Merged()
-                for patch in self._patches:
-                    patch.application.merge_into(merged)
-                self._writes = Writes(batches(merged.writes()))
-            else:
-                self._writes = Writes(batch for each in ordered for batch in each.batches())
-            self._to = self._patches[-1].to
-            self._patches, self._laid, self.nbytes = [], (0, None), self._writes.nbytes
-        elif self._patches:
-            self._to = self._patches[-1].to
+        if not self._patches:
+            return
+        self._to = self._patches[-1].to
+        if self._spilled or any(patch.application.overlapping for patch in self._patches):
+            return
+        overlay = self._overlay() if len(self._patches) > 1 and not any(self._halos) else None
+        if overlay is not None and self._patches[-1].application.prepare(overlay):
+            self._patches = self._patches[-1:]
+        else:
+            for patch in self._patches:
+                patch.application.prepare()
+        self._laid = 0, None
+        self.nbytes = sum(patch.application.kept_nbytes for patch in self._patches)
 
     def _write_kept(self) -> None:
         written: list[Application] = []
@@ -244,7 +239,6 @@ class Keeping(ShareLanding):
             for application in reversed(written):
                 application.put_back()
             raise
-        finish_despite_interrupt(self._writes.write)
 
     def write(self, writing: Writing) -> None:
         """Write everything. A collective."""
@@ -260,7 +254,7 @@ class Keeping(ShareLanding):
 
     def discard(self) -> None:
         """Drop everything."""
-        self._patches, self._halos, self._writes, self._restored = [], [], Writes(), None
+        self._patches, self._halos, self._restored = [], [], None
         self._laid = 0, None
         self._to, self._spilled, self.nbytes = None, False, 0
         self._files.close()
