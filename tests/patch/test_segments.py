@@ -16,6 +16,7 @@ from pulse_rl.patch.targets import lies_of, spots_of, targets
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.boxes import Box, Positions, whole
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, pieces_of, place_view
 
 TABLE = [
@@ -76,12 +77,13 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
     live = {name: [bits] for name, bits in tensors.items()}
     spots, windows = spots_of(segments, range(len(tensors)), live, ())
     assert (windows.runs == cpu.WHOLE).all()
-    lying, usable = lies_of(segments, live)
+    lies = lies_of(live, segments.table, segments.groups, HOST)
+    lying, usable = lies.old.memory, lies.usable
     for number, segment in enumerate(segments):
         entry = segments.table[segment.tensor]
         view = place_view(tensors[entry.name], segment.place)
         expected = memory_of([rows_of(tensors[entry.name], segment.place)])
-        at, lies = segment.place.positions(entry.shape), tuple(int(column[number]) for column in lying[:4])
+        at, rows_at = segment.place.positions(entry.shape), tuple(int(column[number]) for column in lying[:4])
         if len(set(np.diff(at.starts).tolist())) > 1:  # rows of several distances
             assert spots.addresses[number] == 0
             assert not usable[number]
@@ -94,9 +96,9 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
         if len(at.starts) > 1:
             assert spots.strides[number] == at.starts[1] - at.starts[0]
         assert usable[number]
-        _, rows, run, _ = lies
+        _, rows, run, _ = rows_at
         if rows > 1:  # else the distance of rows says nothing
-            assert lies == tuple(int(column[0]) for column in expected[:4])
+            assert rows_at == tuple(int(column[0]) for column in expected[:4])
         assert rows * run == segment.spec.size
 
 

@@ -22,12 +22,13 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.index import CodedBlock
+from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Recorder, sections_of
 from pulse_rl.patch.scan import Scan, rows_of
 from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
 from pulse_rl.patch.since import Since
 from pulse_rl.patch.table import encode_table, entries_of
-from pulse_rl.patch.targets import device_for, lies_of
+from pulse_rl.patch.targets import Lies, device_for, lies_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
@@ -167,11 +168,12 @@ def find(
     scan = Scan(old, new, table, digest_old) if since is None else since
     counts: list[NDArray[np.int64]] = []
     nonfinite, spoilt = 0, ""
-    conditional = any(codec.conditional for codec in codecs)
-    lying = derived(old, _lying, table, groups) if conditional and since is None else _nowhere(table, groups)
-    for group, first, section in sections_of(Segments(table, groups)):
-        entries, sections = [table[number] for number in group.tensors], [section]
-        segments = _Segments(group, entries, old, lying.at(first, len(group.places) * len(entries)), first, since)
+    lying = None  # where the old bits are, for codecs that read them
+    if since is None and any(codec.conditional for codec in codecs):
+        lying = derived(derived(old, each_alone), lies_of, table, groups, device_for(old.values()))
+    for group, first, section, entries in sections_of(Segments(table, groups)):
+        sections = [section]
+        segments = _Segments(group, entries, old, lying, first, since)
         done = 0  # of these
         for edges, (indices, values), replaced in scan.find(group, entries):
             changed = np.diff(edges)
@@ -209,40 +211,13 @@ def _table_of(tensors: Mapping[str, Bits], table: Sequence[Entry], tied: Mapping
     return encode_table(table, tied or {})
 
 
-class _Lying(NamedTuple):
-    """Where the old bits of segments lie."""
-
-    memory: MemoryRows
-    usable: NDArray[np.bool_]  # (segments,) whether kernels use them there
-    device: Device  # in whose memory that is
-
-    def at(self, start: int, count: int) -> "_Lying":
-        """Of some of the segments."""
-        some = slice(start, start + count)
-        return _Lying(self.memory.at(some), self.usable[some], self.device)
-
-
-def _lying(old: Mapping[str, Bits], table: Sequence[Entry], groups: Sequence[CutGroup]) -> _Lying:
-    """On the device on which most old bits are."""
-    device = device_for(old.values())
-    live = {name: [bits] for name, bits in old.items()}
-    return _Lying(*lies_of(Segments(table, groups), live, device), device)
-
-
-def _nowhere(table: Sequence[Entry], groups: Sequence[CutGroup]) -> _Lying:
-    """For codecs that read no old bits."""
-    count = len(Segments(table, groups))
-    none = np.zeros(count, np.int64)
-    return _Lying(MemoryRows(none.view(np.uint64), none, none, none, None), np.zeros(count, np.bool_), HOST)
-
-
 class _Segments(NamedTuple):
     """The segments of a group."""
 
     group: CutGroup
     entries: Sequence[Entry]  # its tensors
     old: Mapping[str, Bits]
-    lying: _Lying
+    lying: Lies | None
     begun: int  # the number of the first one
     since: Since | None  # finds what changes, where old is new
 
@@ -262,15 +237,21 @@ class _Segments(NamedTuple):
         count = len(edges) - 1
         place = np.arange(first, first + count) // len(self.entries)
         sizes, strides = self.group.sizes[place], self.group.strides[place]
+        device: Device = HOST
+        memory, usable = MemoryRows(sizes.view(np.uint64), sizes, sizes, sizes, None), sizes < 0  # nowhere
+        if self.lying is not None:
+            here = slice(self.begun + first, self.begun + first + count)
+            memory, device = self.lying.old.memory.at(here), self.lying.old.device
+            usable = self.lying.usable[here]
         return Run(
             Specs(self.group.dtype, sizes, np.diff(edges), strides, np.zeros_like(sizes)),
             edges,
             changes,
             replaced,
             self._reader().after(first),
-            self.lying.memory.at(slice(first, first + count)),
-            self.lying.usable[first : first + count],
-            self.lying.device,
+            memory,
+            usable,
+            device,
         )
 
     def boundaries(self, first: int, count: int) -> dict[int, int]:

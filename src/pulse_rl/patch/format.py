@@ -267,7 +267,7 @@ def _unpack(view: memoryview, source: str | None, nbytes: int | None) -> Patch:
     header, head, start = _read_header(view, source, nbytes)
     table_stream, index_stream, shared = _divided(head)
     table, tied = read_table(table_stream)
-    if header.parts == 1 and (unknown := set(tied.values()) - {entry.name for entry in table}):
+    if tied and header.parts == 1 and (unknown := set(tied.values()) - {entry.name for entry in table}):
         raise PatchFormatError(f"table: tensors are tied to {sorted(unknown)[:8]}, which it does not have")
     segments = Segments(table, groups_of(table))
     index = read_index(index_stream, header.blocks, header.spans, table, segments)

@@ -25,7 +25,7 @@ class Live(Derives, dict[str, Copies]):
     """The live tensors behind each name of a version."""
 
 
-def each_alone(tensors: Layout) -> Live:
+def each_alone(tensors: Mapping[str, Bits]) -> Live:
     """Live tensors that are tied to no other."""
     return Live((name, [bits]) for name, bits in tensors.items())
 

@@ -61,6 +61,7 @@ class PatchSection(NamedTuple):
     group: CutGroup
     first: int  # the number of its first segment
     section: Section
+    entries: Sequence[Entry]  # of its tensors
 
     @property
     def itemsize(self) -> int:
@@ -74,10 +75,11 @@ def sections_of(segments: Segments) -> list[PatchSection]:
 
 
 def _sections(table: Sequence[Entry], groups: Sequence[CutGroup]) -> list[PatchSection]:
-    return [
-        PatchSection(group, first, Section(tuple([table[at].name for at in group.tensors]), group.places))
-        for first, group in Segments(table, groups).each_group()
-    ]
+    found = []
+    for first, group in Segments(table, groups).each_group():
+        entries = [table[at] for at in group.tensors]
+        found.append(PatchSection(group, first, Section(tuple([one.name for one in entries]), group.places), entries))
+    return found
 
 
 class Laid(NamedTuple):

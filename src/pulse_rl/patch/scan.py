@@ -228,8 +228,8 @@ def _compare_runs(
     cast: whether the new elements are float32, compared as bfloat16.
     """
     clock = time.perf_counter()
-    before, sizes = old.at(some), sizes[some]
-    found = cpu.find_in_spots(before, new.at(some), sizes, itemsize, cast=cast)
+    before, sizes = old.of(some), sizes[some]
+    found = cpu.find_in_spots(before, new.of(some), sizes, itemsize, cast=cast)
     base = cpu.digest_spots(before, sizes, itemsize) if digest_old else 0
     changes, seconds = Changes(found.indices, found.values), time.perf_counter() - clock
     return _Compared(np.diff(found.edges), changes, found.replaced, base, found.delta, 0.0, seconds)

@@ -133,7 +133,22 @@ def _grouped(table: tuple[Entry, ...]) -> tuple[CutGroup, ...]:
 _grouped_and_kept = lru_cache(maxsize=16)(_grouped)  # the tables of a run's patches are equal, part by part
 
 
-_NONE = np.empty(0, np.int64)
+def _columns(
+    table: Sequence[Entry], groups: Sequence[CutGroup]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Of each segment: its elements, its tensor, and the memory of one decoded change."""
+    del table
+    found = np.concatenate([np.empty((3, 0), np.int64), *map(_columns_of, groups)], axis=1)
+    found.flags.writeable = False
+    sizes, tensors, nbytes = found
+    return sizes, tensors, nbytes
+
+
+def _columns_of(group: CutGroup) -> NDArray[np.int64]:
+    places, tensors = len(group.places), len(group.tensors)
+    found = np.empty((3, places, tensors), np.int64)
+    found[0], found[1], found[2] = group.sizes[:, None], group.tensors, 4 + ITEMSIZES[group.dtype]
+    return found.reshape(3, -1)
 
 
 class Segments(Sequence[Segment]):
@@ -219,16 +234,15 @@ class Segments(Sequence[Segment]):
 
     def sizes(self) -> NDArray[np.int64]:
         """Elements of each segment of the patch."""
-        return np.concatenate([_NONE, *(np.repeat(group.sizes, len(group.tensors)) for group in self.groups)])
+        return derived(self.table, _columns, self.groups)[0]
 
     def tensors(self) -> NDArray[np.int64]:
         """The tensor of each segment of the patch."""
-        return np.concatenate([_NONE, *(np.tile(group.tensors, len(group.places)) for group in self.groups)])
+        return derived(self.table, _columns, self.groups)[1]
 
     def change_nbytes(self) -> NDArray[np.int64]:
         """Memory of one decoded change of each segment of the patch, bytes: an index and a value."""
-        sizes = np.diff(self._firsts)
-        return np.repeat(np.array([4 + ITEMSIZES[group.dtype] for group in self.groups], np.int64), sizes)
+        return derived(self.table, _columns, self.groups)[2]
 
     def each_group(self) -> Iterator[tuple[int, CutGroup]]:
         """The groups that have segments, each with the number of its first one."""

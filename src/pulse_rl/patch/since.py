@@ -5,7 +5,7 @@ then nothing else is looked at.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,14 +17,14 @@ from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.parallel import ordered_map, sliced
+from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Laid, Overlay
 from pulse_rl.patch.scan import Found
 from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
 from pulse_rl.patch.table import entries_of
-from pulse_rl.patch.targets import spots_of
-from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
+from pulse_rl.patch.targets import lies_of
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.layout import Layout, derived
 
 AT_ONCE = 1 << 18  # changes that are looked at together
@@ -50,9 +50,12 @@ class Since:
     @classmethod
     def of(cls, overlay: Overlay, newest: Layout) -> "Since | None":
         """overlay: what the older version held, over the newest. None where only a `Scan` can find what changed."""
-        segments, spots = derived(newest, _lying)
-        laid = None if spots is None else overlay.on([segments])
-        return None if laid is None or spots is None else cls(laid[0], spots)
+        table = derived(newest, entries_of)
+        groups = groups_of(table)
+        spots, windows = derived(derived(newest, each_alone), lies_of, table, groups, HOST)[:2]
+        plain = bool(((spots.addresses > 0) & (windows.runs == cpu.WHOLE)).all())
+        laid = overlay.on([Segments(table, groups)]) if plain else None
+        return None if laid is None else cls(laid[0], spots._replace(times=np.ones_like(spots.times)))
 
     def older(self, group: CutGroup, first: int, read: Read) -> OldReader:
         """Reads the bits of a group's segments in the older version.
@@ -91,13 +94,3 @@ class Since:
             edges = np.append(0, np.cumsum(changed))[edges]
             indices, old, new = indices[changed], old[changed], new[changed]
         return _Compared(Found(edges, Changes(indices, new), old), -gained, time.perf_counter() - clock)
-
-
-def _lying(newest: Mapping[str, Bits]) -> tuple[Segments, cpu.Spots | None]:
-    """The segments of a patch of these weights, and where they lie; None unless all do in plain host memory."""
-    table = derived(newest, entries_of)
-    segments = Segments(table, groups_of(table))
-    seeds = [digests.seed(*entry[:3]) for entry in table]
-    spots, windows = spots_of(segments, seeds, {name: [bits] for name, bits in newest.items()}, ())
-    plain = (spots.addresses > 0) & (windows.runs == cpu.WHOLE)
-    return segments, spots._replace(times=np.ones_like(spots.times)) if plain.all() else None

@@ -7,22 +7,26 @@ Most segments are rows in plain memory that kernels reach, or a part of one is. 
 checks or writes many of them.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pulse_rl.codecs.base import OldBits
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import MemoryRows
-from pulse_rl.patch.live import Copies
-from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
+from pulse_rl.patch.live import Copies, shared_memory
+from pulse_rl.patch.segments import CACHED_PLACES, CutGroup, Entry, Segments
+from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, Shape, rows_in
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
+from pulse_rl.weights.host_bits import Counter
+from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import Pieces, pieces_of, place_view, within
 
 
@@ -129,35 +133,53 @@ def spots_of(
     ), cpu.Windows(*windows)
 
 
-def lies_of(
-    segments: Segments, old: Mapping[str, Copies], device: Device = HOST
-) -> tuple[MemoryRows, NDArray[np.bool_]]:
-    """Where the old bits of each segment of a patch lie on a device; and of which they can be used as they lie.
+class Lies(NamedTuple):
+    """Where the segments of a part lie in live memory, (segments,) each."""
 
-    old: tensors that hold the old bits, in the same pieces or larger ones. They are to be kept while this is used.
-    """
-    spots, windows = spots_of(segments, [0] * len(segments.table), old, (), device)
-    return lines(spots, windows, segments.sizes(), segments.change_nbytes() - 4, device, None)
+    spots: cpu.Spots
+    windows: cpu.Windows
+    old: OldBits  # of what `usable` marks. The live tensors are to be kept while it is used
+    usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
+    held: NDArray[np.bool_]  # whether this process holds an element
+    counters: Sequence[Sequence[Counter]] | None  # who counts writes to each tensor of the part; None for nobody
+
+    def known(self, changing: NDArray[np.bool_], some: slice | NDArray[np.int64] = slice(None)) -> bool:
+        """Whether all that changes of some of them lies where spots say, as far as it is held."""
+        lies = (self.spots.addresses[some] > 0) | (self.windows.rows[some] == 0)
+        return bool((lies | ~changing[some]).all())
 
 
-def lines(
-    spots: cpu.Spots,
-    windows: cpu.Windows,
-    sizes: NDArray[np.int64],
-    itemsizes: NDArray[np.int64],
-    device: Device,
-    held: object,
-) -> tuple[MemoryRows, NDArray[np.bool_]]:
-    """The memory of segments of these spots and sizes, elements; and of which it can be used as it lies.
-
-    held: what keeps the memory.
-    """
-    rows = sizes // spots.runs
+def lies_of(live: Mapping[str, Copies], table: Sequence[Entry], groups: Sequence[CutGroup], device: Device) -> Lies:
+    """Where the segments of a table lie that is cut into these groups, on a device."""
+    segments = Segments(table, groups)
+    shared = {name for pair in derived(live, shared_memory) for name in pair}
+    spots, windows = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)
+    itemsizes = segments.change_nbytes() - 4
+    rows = segments.sizes() // spots.runs
     aligned = spots.addresses.view(np.int64) % itemsizes == 0
     usable = (spots.addresses > 0) & (windows.runs == cpu.WHOLE) & aligned
     if device is HOST:  # whose kernels compare many lanes at once
         usable &= (rows == 1) | (spots.runs >= cpu.LANES)
-    return MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
+    held = windows.rows > 0
+    for number in np.flatnonzero(held & (spots.addresses == 0)).tolist():  # in memory that is not plain, or not in one
+        tensor, place = segments.place(number)
+        copies = live.get(table[tensor].name, ())
+        held[number] = bool(copies) and holds(copies[0], place)
+    counters = [[*_counters(live.get(entry.name, ()))] for entry in table]
+    return Lies(
+        spots,
+        windows,
+        OldBits(MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, None), device),
+        usable,
+        held,
+        counters if any(counters) else None,
+    )
+
+
+def _counters(copies: Copies) -> Iterator[Counter]:
+    for bits in (piece.bits for copy in copies for piece in pieces_of(copy)):
+        if isinstance(bits, HostBits | TorchBits) and bits.counter is not None:
+            yield bits.counter
 
 
 class _Plain(NamedTuple):

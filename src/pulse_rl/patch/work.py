@@ -5,6 +5,7 @@ Only what touches live memory is decoded. `plan` finds that out without decoding
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from threading import Lock
 from typing import NamedTuple
@@ -17,19 +18,17 @@ from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch.format import Patch, Span
-from pulse_rl.patch.live import Copies, SharedMemory, shared_memory
+from pulse_rl.patch.live import Copies, SharedMemory
 from pulse_rl.patch.overlay import Laid, Older, Overlay
 from pulse_rl.patch.scan import rows_of
-from pulse_rl.patch.segments import CutGroup, Segments, Table
-from pulse_rl.patch.targets import device_of, holds, lines, spots_of
+from pulse_rl.patch.segments import Segments, Table
+from pulse_rl.patch.targets import Lies, device_of, lies_of
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.host_bits import Counter
 from pulse_rl.weights.layout import derived
-from pulse_rl.weights.pieces import pieces_of
 
 ON_DEVICE = 1 << 20  # changes after which a device is called: each call takes the host about a millisecond
 
@@ -90,7 +89,7 @@ class Work:
         if self.laid is None:
             return None
         elements = self.laid.of(self.numbers[some], itemsize)
-        return elements if self.windows is None else cpu.windowed(self.windows.at(some), *elements)
+        return elements if self.windows is None else cpu.windowed(self.windows.of(some), *elements)
 
     def each(self, decoded: Sequence[Decoded]) -> Iterator[tuple[Tensor, Box, Changes]]:
         """The changes of each segment that changes, with its tensor and its place."""
@@ -168,9 +167,9 @@ def joined(run: Sequence[Work], decoded: Sequence[Sequence[Decoded]]) -> list[tu
             some, held = slice(at, at + len(counts)), (counts, *changes)
             assert work.spots is not None
             if work.windows is not None:
-                held = cpu.windowed(work.windows.at(some), *held)
+                held = cpu.windowed(work.windows.of(some), *held)
             lying, parts = found.setdefault(changes.values.itemsize, ([], []))
-            lying.append(Lying(work.spots.at(some), *held))
+            lying.append(Lying(work.spots.of(some), *held))
             parts.append((work, some))
             at = some.stop
     return [(_as_one(lying), Parts(parts)) for lying, parts in found.values()]
@@ -208,32 +207,34 @@ def plan(
         keep_all = bool(part.codec.conditional and (shared or overlapping))
         counts, sizes, owners = part.segments.counts, part.segments.sizes(), part.segments.tensors()
         nbytes = counts * part.segments.change_nbytes()
-        lying = derived(live, _lying, part.table, part.segments.groups, device)._replace(counts=counts)
+        lying = derived(live, lies_of, part.table, part.segments.groups, device)
+        changing = counts > 0
         # Where the old bits are: in live memory, but for what is laid over it.
-        here = before is None or (laid is not None and lying.known())
+        here = before is None or (laid is not None and lying.known(changing))
         if here:
             tensors = derived(live, _tensors, part.table)
         else:
             assert before is not None
             tensors, laid = _tensors(live, part.table, before.by_name()), None
         together = device is not HOST and part.codec.conditional  # a device decodes as many at once as it can
-        for span, units in part.opened(lying.joined if before is None and together else None):
+        for span, units in part.opened(partial(_joined, lying, changing) if before is None and together else None):
             first, stop = span.numbers.start, span.numbers.stop
-            changing = lying.held[first:stop] & (counts[first:stop] > 0)
-            needed = np.logical_or.reduceat(changing, np.cumsum(units.sizes) - units.sizes)
+            here_too = lying.held[first:stop] & changing[first:stop]
+            needed = np.logical_or.reduceat(here_too, np.cumsum(units.sizes) - units.sizes)
             numbers = first + np.flatnonzero(np.repeat(needed, units.sizes))
             if not len(numbers):
                 continue
-            budget -= int(nbytes[numbers].sum())
-            changed = int(counts[numbers].sum(dtype=np.int64))
+            some = slice(first, stop) if len(numbers) == stop - first else numbers
+            budget -= int(nbytes[some].sum())
+            changed = int(counts[some].sum(dtype=np.int64))
             work = Work(
                 part=part.segments,
                 tensors=tensors,
                 span=span,
                 units=units,
                 numbers=numbers,
-                owners=owners[numbers],
-                sizes=sizes[numbers],
+                owners=owners[some],
+                sizes=sizes[some],
                 changed=changed,
                 counters=lying.counters,
                 keep=keep_all or budget >= 0,
@@ -241,11 +242,11 @@ def plan(
                 laid=laid,
             )
             if here:
-                spots, windows = lying.spots.of(numbers), lying.windows.of(numbers)
-                if lying.known(numbers):
-                    work.spots = spots
+                windows = lying.windows.of(some)
+                if lying.known(changing, some):
+                    work.spots = lying.spots.of(some)
                     work.windows = None if (windows.runs == cpu.WHOLE).all() and windows.rows.all() else windows
-                if laid is None and lying.usable[numbers].all():
+                if laid is None and lying.usable[some].all():
                     work.old = lying.old.of(numbers)
             yield work
 
@@ -262,7 +263,7 @@ def held_of(
         return None
     found: list[tuple[Lying, NDArray[np.int64]]] = []
     for part, laid in zip(parts, several, strict=True):
-        lying = derived(live, _lying, part.table, part.segments.groups, device)
+        lying = derived(live, lies_of, part.table, part.segments.groups, device)
         whole = (lying.windows.runs == cpu.WHOLE) & (lying.spots.addresses > 0)
         for width, (edges, *_) in laid.columns.items():
             numbers = np.flatnonzero((edges[1:] > edges[:-1]) & (lying.windows.rows > 0))
@@ -273,26 +274,10 @@ def held_of(
     return found
 
 
-class _Lying(NamedTuple):
-    """Where the segments of a part lie in live memory, (segments,) each."""
-
-    spots: cpu.Spots
-    windows: cpu.Windows
-    old: OldBits
-    usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
-    held: NDArray[np.bool_]  # whether this process holds an element
-    counters: Sequence[Sequence[Counter]] | None  # as of `Work`
-    counts: NDArray[np.uint32]  # changes
-
-    def known(self, some: NDArray[np.int64] | slice = slice(None)) -> bool:
-        """Whether all that changes of some of them lies where spots say, as far as it is held."""
-        lies = (self.spots.addresses[some] > 0) | (self.windows.rows[some] == 0)
-        return bool((lies | (self.counts[some] == 0)).all())
-
-    def joined(self, one: Span, other: Span) -> bool:
-        """Whether two spans are decoded together: all that they change lies so."""
-        at = slice(one.segments.numbers.start, other.segments.numbers.stop)
-        return bool(self.usable[at][self.held[at] & (self.counts[at] > 0)].all())
+def _joined(lying: Lies, changing: NDArray[np.bool_], one: Span, other: Span) -> bool:
+    """Whether two spans are decoded together: kernels use the old bits of all that they change as they lie."""
+    at = slice(one.segments.numbers.start, other.segments.numbers.stop)
+    return bool(lying.usable[at][lying.held[at] & changing[at]].all())
 
 
 def _tensors(live: Mapping[str, Copies], table: Table, before: Mapping[str, Copies] | None = None) -> list[Tensor]:
@@ -301,26 +286,3 @@ def _tensors(live: Mapping[str, Copies], table: Table, before: Mapping[str, Copi
         Tensor(name, shape, digests.seed(name, dtype, shape), live.get(name, ()), before.get(name, ()))
         for name, dtype, shape, _ in table
     ]
-
-
-def _lying(live: Mapping[str, Copies], table: Table, groups: Sequence[CutGroup], device: Device) -> _Lying:
-    segments = Segments(table, groups)
-    shared = {name for pair in derived(live, shared_memory) for name in pair}
-    spots, windows = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)
-    itemsizes = segments.change_nbytes() - 4
-    memory, usable = lines(spots, windows, segments.sizes(), itemsizes, device, None)  # `Work.tensors` keep it
-    held = windows.rows > 0
-    for number in np.flatnonzero(held & (spots.addresses == 0)).tolist():  # in memory that is not plain, or not in one
-        tensor, place = segments.place(number)
-        copies = live.get(table[tensor].name, ())
-        held[number] = bool(copies) and holds(copies[0], place)
-    counters = [[*_counters(live.get(entry.name, ()))] for entry in table]
-    return _Lying(
-        spots, windows, OldBits(memory, device), usable, held, counters if any(counters) else None, segments.counts
-    )
-
-
-def _counters(copies: Copies) -> Iterator[Counter]:
-    for bits in (piece.bits for copy in copies for piece in pieces_of(copy)):
-        if isinstance(bits, HostBits | TorchBits) and bits.counter is not None:
-            yield bits.counter

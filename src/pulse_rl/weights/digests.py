@@ -131,7 +131,7 @@ class _OnDevices:
             )
             elements = np.array(sizes, np.int64)
             for some in sliced(elements, SEGMENT) if device is HOST else [slice(None)]:
-                yield partial(_on_device, device, spots.at(some), elements[some], itemsize, times)
+                yield partial(_on_device, device, spots.of(some), elements[some], itemsize, times)
 
 
 def _on_device(device: Device, spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, times: int) -> int:

@@ -77,6 +77,16 @@ class LiveWeights:
         return Holders.of(list(self.tensors.values()))
 
     @cached_property
+    def owners(self) -> list[Any]:
+        """The objects that own that memory."""
+        return self.holders.owners()
+
+    @cached_property
+    def writes(self) -> list[int | None]:
+        """How often torch had written to it when that was asked first."""
+        return self.holders.writes()
+
+    @cached_property
     def places(self) -> MemoryPlaces | None:
         """Where that is, looked up once; None where it was taken away."""
         return MemoryPlaces.of(self.holders, None if self._kept is None else self._kept.places)
@@ -127,10 +137,9 @@ class Memory:
 
     def __init__(self, live: LiveWeights, *, keep: bool = False) -> None:
         self._names, self._places = list(live.tensors), live.places
-        owners = live.holders.owners()
-        self._owners: list[Any] | None = owners if keep else None
-        self._references = [] if keep else list(map(reference, owners))
-        self.count_writes(live)
+        self._owners: list[Any] | None = live.owners if keep else None
+        self._references = [] if keep else list(map(reference, live.owners))
+        self._writes = live.writes if keep else live.holders.writes()
 
     def count_writes(self, live: LiveWeights) -> None:
         """Note how often torch has written to the same tensors by now."""
@@ -141,12 +150,12 @@ class Memory:
 
         An engine stands while all of its weights are looked at.
         """
-        return self.is_same(live) and self._writes == live.holders.writes()
+        return self.is_same(live) and self._writes == live.writes
 
     def is_same(self, live: LiveWeights) -> bool:
         """Whether these are the same tensors in the same memory, whatever was written to it."""
         if self._places is None or live.places is None or not live.places.is_as(self._places):
             return False
         # What owned the memory still does: an address alone may be another's by now.
-        held = self._owners is not None or all(map(is_, live.holders.owners(), map(call, self._references)))
+        held = self._owners is not None or all(map(is_, live.owners, map(call, self._references)))
         return held and list(live.tensors) == self._names

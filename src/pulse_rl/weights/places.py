@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain
-from operator import attrgetter, call, eq, is_
+from itertools import chain, repeat
+from operator import attrgetter, call, eq, is_, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +26,15 @@ class Holders(NamedTuple):
     tensors: list[Any]  # torch tensors
     arrays: list[Any]  # NumPy arrays, and Bits
     wholes: list[Any]  # DTensors, whose writes torch counts apart from those of their local tensors
-    parts: list[object]  # which parts of each weight these hold; empty where each is one torch tensor
+    parts: list[object]  # which parts of each weight these hold; empty where each is one torch tensor, or one array
 
     @classmethod
     def of(cls, weights: Sequence[Any]) -> Holders:
         """weights: as `as_tensor` takes them. Raises as it does, for some."""
-        torch = sys.modules.get("torch")
-        if torch is not None and not any(map(_holds_parts, set(map(type, weights)))):
+        torch, kinds = sys.modules.get("torch"), set(map(type, weights))
+        if kinds == {np.ndarray}:
+            return cls([], list(weights), [], [])
+        if torch is not None and not any(map(_holds_parts, kinds)):
             return cls(list(weights), [], [], [])
         found, first = cls([], [], [], []), dict[int, int]()
         for number, weight in enumerate(weights):
@@ -52,7 +54,10 @@ class Holders(NamedTuple):
     def owners(self) -> list[Any]:
         """The objects that own the memory: torch's storages, and the arrays, files or buffers behind NumPy's views."""
         found = list(map(sys.modules["torch"].Tensor.untyped_storage, self.tensors)) if self.tensors else []
-        return found + list(map(_base, self.arrays))
+        arrays = self.arrays
+        while any(views := [isinstance(array, np.ndarray) and array.base is not None for array in arrays]):
+            arrays = [array.base if view else array for array, view in zip(arrays, views, strict=True)]
+        return found + arrays
 
     def writes(self) -> list[int | None]:
         """How often torch has written to each; None where it does not count, as in inference mode."""
@@ -127,8 +132,8 @@ class MemoryPlaces:
 
     def are_these(self, holders: Holders) -> bool:
         """Whether they are the very same objects."""
-        tensors = list(chain(*holders[:3])) if holders.parts else holders.tensors
-        return len(tensors) == len(self._objects) and all(map(is_, tensors, map(call, self._objects)))
+        found = list(chain(*holders[:3]))
+        return len(found) == len(self._objects) and all(map(is_, found, map(call, self._objects)))
 
 
 def _any(tensors: Sequence[Any], question: str) -> bool:
@@ -151,7 +156,7 @@ class _Where(NamedTuple):
     strides: list[Any]  # empty where all are contiguous
     dtypes: list[Any]
     devices: set[Any]  # on which all of them are
-    arrays: list[tuple[object, ...]]
+    arrays: list[object]
     parts: list[object]
 
 
@@ -173,7 +178,7 @@ _interned = _Interned()
 
 def _where(holders: Holders) -> _Where:
     tensors, one = holders.tensors, _interned.__getitem__
-    arrays, parts = [_array_place(array) for array in holders.arrays], holders.parts
+    arrays, parts = _array_places(holders.arrays), holders.parts
     if not tensors:
         return _Where([], [], [], [], set(), arrays, parts)
     tensor = sys.modules["torch"].Tensor
@@ -183,13 +188,9 @@ def _where(holders: Holders) -> _Where:
     return _Where(addresses, shapes, strides, dtypes, devices, arrays, parts)
 
 
-def _array_place(array: Any) -> tuple[object, ...]:
-    if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0], array.strides, array.shape, array.dtype
-    return (as_bits(array).storage,)
-
-
-def _base(array: Any) -> object:
-    while isinstance(array, np.ndarray) and array.base is not None:
-        array = array.base
-    return array
+def _array_places(arrays: Sequence[Any]) -> list[object]:
+    if not all(map(isinstance, arrays, repeat(np.ndarray))):
+        return [as_bits(array).storage for array in arrays]
+    addresses = map(itemgetter(0), map(itemgetter("data"), map(attrgetter("__array_interface__"), arrays)))
+    rest = (map(_interned.__getitem__, map(attrgetter(name), arrays)) for name in ("shape", "strides", "dtype"))
+    return list(zip(addresses, *rest, strict=True))

@@ -35,14 +35,10 @@ class Spots(NamedTuple):
     seeds: NDArray[np.uint64]  # of the tensor's digest
     times: NDArray[np.int64]  # that the digest counts each element
 
-    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "Spots":
-        """Some of them."""
-        where = np.asarray(numbers, np.intp)
-        return Spots._make(column[where] for column in self)
-
-    def at(self, some: slice) -> "Spots":
-        """Consecutive ones, as views."""
-        return Spots._make(column[some] for column in self)
+    def of(self, some: slice | Sequence[int] | NDArray[np.int64]) -> "Spots":
+        """Some of them: views, if they are a slice."""
+        where = some if isinstance(some, slice) else np.asarray(some, np.intp)
+        return Spots._make([column[where] for column in self])
 
 
 class Windows(NamedTuple):
@@ -53,14 +49,9 @@ class Windows(NamedTuple):
     runs: NDArray[np.int64]  # elements in a row; WHOLE for all of the segment
     rows: NDArray[np.int64]  # 0 for none
 
-    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "Windows":
-        """Some of them."""
-        where = np.asarray(numbers, np.intp)
-        return Windows._make(column[where] for column in self)
-
-    def at(self, some: slice) -> "Windows":
-        """Consecutive ones, as views."""
-        return Windows._make(column[some] for column in self)
+    def of(self, some: slice | NDArray[np.int64]) -> "Windows":
+        """Some of them, likewise."""
+        return Windows._make([column[some] for column in self])
 
 
 def element_pointer(builder: Any, values: Any, address: Any, index: Any) -> Any:

@@ -21,6 +21,9 @@ from pulse_rl.kernels.cpu.compiled import kernel
 from pulse_rl.kernels.cpu.digests import C1, C2, mixed
 from pulse_rl.kernels.cpu.spots import Spots, ask_for, element_pointer, load
 
+# Of a segment of one row, elements: it is compared while the next one is asked for, if that is so many bytes after it.
+SHORT, FAR = 1 << 14, np.uint64(1 << 15)
+
 
 class Differences(NamedTuple):
     """What differs between segments of two states, in host memory."""
@@ -90,12 +93,20 @@ def _find(old, new, old_spots, new_spots, sizes, indices, values, replaced, edge
         whole = run - run % LANES
         for r in range(rows):
             first, begun = r * run, k
+            # Processors do not foresee where the next row lies, nor the next segment.
             later = min(AHEAD, rows - 1 - r)
+            coming = (
+                before + np.uint64(later * apart * old.itemsize),
+                after + np.uint64(later * distance * new.itemsize),
+            )
+            asks = later > 0
+            if rows == 1 and run <= SHORT and s + 1 < sizes.shape[0] and new_spots.addresses[s + 1] - after > FAR:
+                coming, asks = (old_spots.addresses[s + 1], new_spots.addresses[s + 1]), True
             for start in range(0, whole, LANES):
-                if later:  # processors do not foresee where the next row lies
+                if asks:
                     for part in range(start, start + LANES, line):
-                        ask_for(old, before, later * apart + part)
-                        ask_for(new, after, later * distance + part)
+                        ask_for(old, coming[0], part)
+                        ask_for(new, coming[1], part)
                 k = write_indices(indices, k, first + start, _differing(old, new, before, after, start))
             if whole < run and whole > 0:  # the rest of a row: the last lanes, without those that were compared already
                 start = run - LANES
