@@ -26,6 +26,7 @@ from pulse_rl.history.manifest import parse
 from pulse_rl.history.trail import decode_trail
 from pulse_rl.kernels import cpu
 from pulse_rl.log.sealed import seal
+from pulse_rl.log.signing import Keys
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests
 from tests import ROOT
@@ -525,7 +526,7 @@ def test_golden_manifest() -> None:
     unsigned = MANIFEST + b',"blake3":"' + HASH + b'"}'
     signed = unsigned[:-1] + b',"signature":"' + SIGNATURE + b'"}'
     manifest = parse(unsigned, 1, None, "it")
-    assert manifest == parse(signed, 1, key.public_key(), "it") == parse(signed, 1, None, "it")
+    assert manifest == parse(signed, 1, Keys(key, None), "it") == parse(signed, 1, None, "it")
     assert (manifest.version, manifest.patch and manifest.patch.base, manifest.tied) == (20, 10, {"head": "embed"})
     assert (seal(manifest, None), seal(manifest, key.sign)) == (unsigned, signed)
     assert blake3(MANIFEST).hexdigest().encode() == HASH
