@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from pulse_rl.dtypes import UINTS
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.patch import apply, writing
+from pulse_rl.patch.format import unpack
+from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.writing import Ordered
+from pulse_rl.weights.layout import layout
 
 
 @settings(deadline=None, max_examples=100)
@@ -149,3 +153,22 @@ def test_parts_of_one_matrix_are_written_each_for_itself(monkeypatch: pytest.Mon
     assert [name for one in writes for name in names(one)].count("b") == 1
     staged.apply()
     assert all((live[name] == world.after[name]).all() for name in live)
+
+
+def test_a_share_that_cuts_tiles_is_written_in_the_order_of_memory_too() -> None:
+    """What is held of a segment is a part of it: its changes lie in memory as the part's rows do."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        (rows, columns), ends = rng.integers(300, 900, 2).tolist(), np.sort(rng.integers(0, 300, (2, 2)), axis=0)
+        old = rng.integers(0, 1 << 16, (rows, columns), np.uint16)
+        new = np.where(rng.random(old.shape) < 0.02, old + 1, old).astype(np.uint16)
+        (top, left), (bottom, right) = ends[0], ends[1] + 1 + [rows - 301, columns - 301]
+        mine = old[top:bottom, left:right].copy()
+        live = layout({"w": pulse.Shard(mine, shape=old.shape, offset=(top, left))})
+        patch = unpack(pulse.diff({"w": old}, {"w": new}, base=1, target=2, codec="gap"))
+        application = apply.Application(patch, each_alone(live))
+        application.own_delta()
+        with mock.patch.object(apply, "Write", None):  # which writes to memory that is not plain
+            application.prepare()
+            application.write()
+        assert (mine == new[top:bottom, left:right]).all()

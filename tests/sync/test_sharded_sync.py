@@ -592,7 +592,8 @@ def killed_in(rank: int, size: int, store: Path, kept: Path, where: str, victim:
             kill(Application, "own_delta", 3)
         elif where == "write":
             writing.BATCH = 1  # several batches
-            kill(writing.Batch, "write", 2)
+            for kind in (writing.Batch, writing.Write):
+                kill(kind, "write", 2)
         elif where == "second write":
             kill(Application, "write", 2)
     started = time.monotonic()

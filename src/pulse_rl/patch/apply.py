@@ -204,7 +204,7 @@ class Application:
         several: list[tuple[Lying, NDArray[np.int64]]] | None = None
         if overlay is not None:
             several = held_of(overlay, self._parts, self._live)
-        elif all(work.spots is not None and work.windows is None and work.changes is not None for work in self._work):
+        elif all(work.spots is not None and work.changes is not None for work in self._work):
             found = joined(self._work, [work.changes or () for work in self._work])
             several = [(lying, parts.sizes()) for lying, parts in found]
         ordered = None if several is None else in_memory_order(several, self._live)

@@ -148,8 +148,15 @@ class Parts(NamedTuple):
         raise IndexError(number)
 
     def sizes(self) -> NDArray[np.int64]:
-        """Elements of each."""
-        return np.concatenate([work.sizes[some] for work, some in self.several])
+        """Elements of what is held of each."""
+        found = []
+        for work, some in self.several:
+            sizes = work.sizes[some]
+            if work.windows is not None:
+                windows = work.windows.of(some)
+                sizes = np.where(windows.runs == cpu.WHOLE, sizes, windows.rows * windows.runs)
+            found.append(sizes)
+        return np.concatenate(found)
 
     def laid(self, itemsize: int) -> cpu.Elements | None:
         """What counts as if memory held it already; None for nothing. itemsize: of the elements."""
