@@ -12,7 +12,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import memory_of
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Entry, Segments, groups_of
-from pulse_rl.patch.targets import lies_of, spots_of, targets
+from pulse_rl.patch.targets import locate, spots_of, targets
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.boxes import Box, Positions, whole
 from pulse_rl.weights.changes import Changes
@@ -58,7 +58,7 @@ def whole_segments(tensors: dict[str, Bits]) -> Segments:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.int64])
 def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
-    """Of whole tensors and of shards, in tiles of columns, of rows and of a few dimensions: `lies_of` and `spots_of`
+    """Of whole tensors and of shards, in tiles of columns, of rows and of a few dimensions: `locate` and `spots_of`
     give the address that the view itself has."""
     memory: UIntArray = np.zeros((2048, 512), dtype)
     tensors: dict[str, Bits] = {
@@ -77,7 +77,7 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
     live = {name: [bits] for name, bits in tensors.items()}
     spots, windows = spots_of(segments, range(len(tensors)), live, ())
     assert (windows.runs == cpu.WHOLE).all()
-    lies = lies_of(live, segments.table, segments.groups, HOST)
+    lies = locate(live, segments.table, segments.groups, HOST)
     lying, usable = lies.old.memory, lies.usable
     for number, segment in enumerate(segments):
         entry = segments.table[segment.tensor]

@@ -28,7 +28,7 @@ from pulse_rl.patch.scan import Scan, rows_of
 from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
 from pulse_rl.patch.since import Since
 from pulse_rl.patch.table import encode_table, entries_of
-from pulse_rl.patch.targets import Lies, device_for, lies_of
+from pulse_rl.patch.targets import Located, device_for, locate
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
@@ -170,7 +170,7 @@ def find(
     nonfinite, spoilt = 0, ""
     lying = None  # where the old bits are, for codecs that read them
     if since is None and any(codec.conditional for codec in codecs):
-        lying = derived(derived(old, each_alone), lies_of, table, groups, device_for(old.values()))
+        lying = derived(derived(old, each_alone), locate, table, groups, device_for(old.values()))
     for group, first, section, entries in sections_of(Segments(table, groups)):
         sections = [section]
         segments = _Segments(group, entries, old, lying, first, since)
@@ -217,7 +217,7 @@ class _Segments(NamedTuple):
     group: CutGroup
     entries: Sequence[Entry]  # its tensors
     old: Mapping[str, Bits]
-    lying: Lies | None
+    lying: Located | None
     begun: int  # the number of the first one
     since: Since | None  # finds what changes, where old is new
 

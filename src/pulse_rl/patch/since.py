@@ -22,7 +22,7 @@ from pulse_rl.patch.overlay import Laid, Overlay
 from pulse_rl.patch.scan import Found
 from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
 from pulse_rl.patch.table import entries_of
-from pulse_rl.patch.targets import lies_of
+from pulse_rl.patch.targets import locate
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.layout import Layout, derived
@@ -52,7 +52,7 @@ class Since:
         """overlay: what the older version held, over the newest. None where only a `Scan` can find what changed."""
         table = derived(newest, entries_of)
         groups = groups_of(table)
-        spots, windows = derived(derived(newest, each_alone), lies_of, table, groups, HOST)[:2]
+        spots, windows = derived(derived(newest, each_alone), locate, table, groups, HOST)[:2]
         plain = bool(((spots.addresses > 0) & (windows.runs == cpu.WHOLE)).all())
         laid = overlay.on([Segments(table, groups)]) if plain else None
         return None if laid is None else cls(laid[0], spots._replace(times=np.ones_like(spots.times)))

@@ -133,7 +133,7 @@ def spots_of(
     ), cpu.Windows(*windows)
 
 
-class Lies(NamedTuple):
+class Located(NamedTuple):
     """Where the segments of a part lie in live memory, (segments,) each."""
 
     spots: cpu.Spots
@@ -149,7 +149,7 @@ class Lies(NamedTuple):
         return bool((lies | ~changing[some]).all())
 
 
-def lies_of(live: Mapping[str, Copies], table: Sequence[Entry], groups: Sequence[CutGroup], device: Device) -> Lies:
+def locate(live: Mapping[str, Copies], table: Sequence[Entry], groups: Sequence[CutGroup], device: Device) -> Located:
     """Where the segments of a table lie that is cut into these groups, on a device."""
     segments = Segments(table, groups)
     shared = {name for pair in derived(live, shared_memory) for name in pair}
@@ -166,7 +166,7 @@ def lies_of(live: Mapping[str, Copies], table: Sequence[Entry], groups: Sequence
         copies = live.get(table[tensor].name, ())
         held[number] = bool(copies) and holds(copies[0], place)
     counters = [[*_counters(live.get(entry.name, ()))] for entry in table]
-    return Lies(
+    return Located(
         spots,
         windows,
         OldBits(MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, None), device),

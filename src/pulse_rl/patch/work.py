@@ -22,7 +22,7 @@ from pulse_rl.patch.live import Copies, SharedMemory
 from pulse_rl.patch.overlay import Laid, Older, Overlay
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Segments, Table
-from pulse_rl.patch.targets import Lies, device_of, lies_of
+from pulse_rl.patch.targets import Located, device_of, locate
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
@@ -214,7 +214,7 @@ def plan(
         keep_all = bool(part.codec.conditional and (shared or overlapping))
         counts, sizes, owners = part.segments.counts, part.segments.sizes(), part.segments.tensors()
         nbytes = counts * part.segments.change_nbytes()
-        lying = derived(live, lies_of, part.table, part.segments.groups, device)
+        lying = derived(live, locate, part.table, part.segments.groups, device)
         changing = counts > 0
         # Where the old bits are: in live memory, but for what is laid over it.
         here = before is None or (laid is not None and lying.known(changing))
@@ -270,7 +270,7 @@ def held_of(
         return None
     found: list[tuple[Lying, NDArray[np.int64]]] = []
     for part, laid in zip(parts, several, strict=True):
-        lying = derived(live, lies_of, part.table, part.segments.groups, device)
+        lying = derived(live, locate, part.table, part.segments.groups, device)
         whole = (lying.windows.runs == cpu.WHOLE) & (lying.spots.addresses > 0)
         for width, (edges, *_) in laid.columns.items():
             numbers = np.flatnonzero((edges[1:] > edges[:-1]) & (lying.windows.rows > 0))
@@ -281,7 +281,7 @@ def held_of(
     return found
 
 
-def _joined(lying: Lies, changing: NDArray[np.bool_], one: Span, other: Span) -> bool:
+def _joined(lying: Located, changing: NDArray[np.bool_], one: Span, other: Span) -> bool:
     """Whether two spans are decoded together: kernels use the old bits of all that they change as they lie."""
     at = slice(one.segments.numbers.start, other.segments.numbers.stop)
     return bool(lying.usable[at][lying.held[at] & changing[at]].all())
