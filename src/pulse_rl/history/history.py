@@ -227,19 +227,19 @@ class History(Versions):
             raise
         if not mine:
             other = self.read(manifest.sequence)
-            how = f"({other.publisher}) has committed version {other.version} to {self.store.url}"
+            how = f"another publisher ({other.publisher}) has committed version {other.version} to {self.store.url}"
             raise self._overtaken(how, name)
         pruned = False
         with suppress(Exception):  # the commit has succeeded; that it was pruned already is rare
             pruned = self.first() > manifest.sequence
         if pruned:
             self.store.delete(name)
-            raise self._overtaken(f"has gone on with {self.store.url} and pruned it", name)
+            raise self._overtaken(f"another publisher has gone on with {self.store.url} and pruned it", name)
         remember(self._known, manifest.sequence, KnownManifest(manifest, self._keys.signs), KEPT)
 
     def _overtaken(self, how: str, name: str) -> StoreError:
         return StoreError(
-            f"another publisher {how}: a history has one publisher at a time; open a new Publisher to go on from its "
+            f"{how}: a history has one publisher at a time; open a new Publisher to go on from its "
             "newest version, or use another store",
             url=self.store.url,
             name=name,
