@@ -401,7 +401,7 @@ def killed(rank: int, size: int, victim: int, at: int, again: int) -> Any:
         return do
 
     wire: Any = channel._wire
-    wire.ranks._step, wire._bulk.broadcast = counted(wire.ranks._step), counted(wire._bulk.broadcast)
+    wire.ranks.do_and_gather, wire._bulk.broadcast = counted(wire.ranks.do_and_gather), counted(wire._bulk.broadcast)
     start = time.monotonic()
     error = call(channel, rank, weights, 1)
     took = time.monotonic() - start
