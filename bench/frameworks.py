@@ -88,7 +88,7 @@ class Ways:
     def colocated(self) -> Taken:
         """As TRL's `VLLMGeneration.sync_weights` where vLLM runs in the trainer's process."""
         start = time.perf_counter()
-        model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model  # type: ignore[attr-defined]
+        model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
         for name, tensor in self.weights.items():
             model.load_weights([(name, tensor)])
         self._llm.reset_prefix_cache()

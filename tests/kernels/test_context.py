@@ -146,7 +146,7 @@ def test_log2_against_exact_arithmetic(values: list[int]) -> None:
             assert log == exact
 
 
-@numba.njit
+@numba.njit  # type: ignore[untyped-decorator]
 def find_hot(like: Any, segments: Any, mask: Any, most: Any, shift: Any, indices: Any, exponents: Any) -> Any:
     return moves.find_hot(like, segments[0], mask, most, shift, indices, exponents)
 

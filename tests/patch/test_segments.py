@@ -143,7 +143,7 @@ def test_parts_of_segments_have_spots_where_they_lie(part: tuple[int, int, int, 
     for number, (_, place, spec) in enumerate(segments):
         indices = np.flatnonzero(random.random(spec.size) < 0.01).astype(np.uint32)
         values = random.integers(0, 1 << 16, len(indices), np.uint16)
-        counts, own, new = cpu.windowed(windows.of([number]), np.array([len(indices)]), indices, values)
+        counts, own, new = cpu.windowed(windows.of(np.array([number])), np.array([len(indices)]), indices, values)
         found = targets(live["w"][0], place)
         assert len(found) == (windows.rows[number] > 0)
         assert (spots.addresses[number] > 0) == bool(found)
