@@ -45,8 +45,9 @@ def test_versions_are_what_the_framework_gathers(kind: str, parameters: set[str]
     ]
     sharded = kind.split()[0] in ("fsdp1", "fsdp2", "zero3")
     assert [m.patch is not None and m.patch.parts for m in manifests[1:]] == [SIZE if sharded else 0] * STEPS
-    assert results[0][2] == [1, 2, 3]
-    assert results[1][2] == ([1, 2, 3] if sharded else [])
+    # A step logs the version that was committed last, which is the one before.
+    assert results[0][2] == [0, 1, 2]
+    assert results[1][2] == ([0, 1, 2] if sharded else [])
     if kind.endswith("lora"):
         return
     anchor = next((tmp_path / "store" / "anchors").iterdir())

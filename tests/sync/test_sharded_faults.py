@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import pulse_rl as pulse
-from pulse_rl.sync.publish import anchors, pipeline
+from pulse_rl.sync.publish import anchors, line, pipeline
 from pulse_rl.sync.subscribe import subscriber
 from tests.group import world as group_world
 from tests.group.world import caught
@@ -77,7 +77,7 @@ def interrupt_outside(group: Any, rank: int, size: int, store: str, where: str) 
         raise KeyboardInterrupt
 
     owner, name = {
-        "the checks": (pipeline, "check_successor"),
+        "the checks": (line, "check_successor"),
         "the thread": (pipeline, "_InFlight"),
         "the anchor": (anchors, "_nbytes"),
     }[where]
