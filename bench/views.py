@@ -34,7 +34,8 @@ class Cost(NamedTuple):
 
     nbytes: list[int]  # of its patches
     changes: list[int]  # elements that changed, codes and scales
-    bound: list[float]  # bytes, by the entropy of its codes alone; of BF16, of all elements
+    codes: list[int]  # elements among them that have a code; of BF16, all
+    bound: list[float]  # bytes, by the entropy of these
 
 
 def measure(store: str, most: int | None) -> tuple[dict[str, Cost], float, float]:
@@ -43,7 +44,7 @@ def measure(store: str, most: int | None) -> tuple[dict[str, Cost], float, float
     subscriber = pulse.Subscriber(store)
     weights = subscriber.allocate()
     names = {name.replace(", ", "-"): fp8 for name, fp8 in VIEWS.items()}
-    found = {name: Cost([], [], []) for name in ("BF16", *names)}
+    found = {name: Cost([], [], [], []) for name in ("BF16", *names)}
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory(prefix="pulse-rl-") as place:
         without = pulse.Publisher(Path(place) / "without", codec="context")
@@ -56,10 +57,14 @@ def measure(store: str, most: int | None) -> tuple[dict[str, Cost], float, float
                 start = time.process_time()
                 reports[which] = publisher.publish(weights, version=version)
                 seconds[which].append(time.process_time() - start)
-            now = {"BF16": _copy(layout(weights))}
-            now |= {name: _copy(Quantised(fp8, weights).look()) for name, fp8 in names.items() if fp8.scales == "plain"}
+            now = {"BF16": _copy(layout(weights), "BF16")}
+            for name, fp8 in names.items():
+                if fp8.scales == "plain":
+                    now[name] = _copy(Quantised(fp8, weights).look(), "F8_E4M3")
             for name in before:
-                found[name].bound.append(bounds(before[name], now[name])[0].bits / 8)
+                bound, _, changes = bounds(before[name], now[name])
+                found[name].codes.append(changes)
+                found[name].bound.append(bound.bits / 8)
             lines: dict[str, Any] = {"BF16": reports["with"], **reports["with"].views}
             for name, line in lines.items():
                 patch = line.patch_nbytes if name == "BF16" else line.patch.total_nbytes if line.patch else 0
@@ -70,12 +75,12 @@ def measure(store: str, most: int | None) -> tuple[dict[str, Cost], float, float
     return found, statistics.median(seconds["without"][2:]), statistics.median(seconds["with"][2:])
 
 
-def _copy(tensors: Mapping[str, Bits]) -> dict[str, Bits]:
-    """The elements that the bound knows: of BF16 and FP8."""
+def _copy(tensors: Mapping[str, Bits], dtype: str) -> dict[str, Bits]:
+    """The tensors of a dtype."""
     return {
-        name: HostBits(bits.dtype, bits.read(0, bits.size))
+        name: HostBits(bits.dtype, bits.read(0, bits.size).copy())
         for name, bits in tensors.items()
-        if bits.dtype in ("BF16", "F8_E4M3")
+        if bits.dtype == dtype
     }
 
 
@@ -86,7 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found, without, beside = measure(arguments.store, arguments.most)
     whole = statistics.mean(found["BF16"].nbytes)
-    columns = ["", "changes", "bytes", "of BF16's", "bound", "of the bound"]
+    columns = ["", "changes", "bytes", "of BF16's", "of these codes", "their bound"]
     rows = []
     for name, cost in found.items():
         mean, bound = statistics.mean(cost.nbytes), statistics.mean(cost.bound) if cost.bound else 0.0
@@ -96,8 +101,8 @@ def main() -> None:
                 f"{statistics.mean(cost.changes):,.0f}",
                 nbytes(mean),
                 f"1/{whole / mean:.1f}",
+                f"{statistics.mean(cost.codes):,.0f}" if cost.codes else "",
                 nbytes(bound) if bound else "",
-                f"{mean / bound:.3f}" if bound else "",
             ]
         )
     output.table(columns, rows)
