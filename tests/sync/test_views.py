@@ -229,7 +229,7 @@ def sharded(group: Any, rank: int, size: int, store: str, cut: int) -> list[str]
 
 
 def test_ranks_quantise_their_shares(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks that cut between blocks publish the views of the whole; ones that cut a block are told so."""
+    """Two ranks whose shards end between blocks publish the whole views; shards that end within a block are refused."""
     store = str(tmp_path / "store")
     assert ranks(sharded, 2, store, 128) == [[], []]
     policy = Policy()

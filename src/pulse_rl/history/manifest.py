@@ -81,7 +81,7 @@ class PatchRef(PatchObject, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ViewEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What one version is in a view: the same weights in another precision, with patches and anchors of their own.
+    """One version in a view: the same weights in another precision, which has its own patches and anchors.
 
     Attributes:
         form: How its weights are made of the version's, as text: a view of another form is another view.
@@ -161,6 +161,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     def anchor_nbytes(self) -> int:
         """The bytes of the anchor's files; 0 without one."""
         return sum(ref.nbytes for ref in self.anchor)
+
+    @property
+    def density(self) -> float | None:
+        """The share of the elements that the patch changes; None without a patch, or without elements."""
+        return self.patch.changes / self.elements if self.patch and self.elements else None
 
     @property
     def refs(self) -> list[ObjectRef]:

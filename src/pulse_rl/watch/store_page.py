@@ -61,7 +61,7 @@ class StoreSource:
             digest=head.digest,
             metadata=head.metadata,
             nonfinite=head.nonfinite,
-            density=patch.changes / head.elements if patch and head.elements else None,
+            density=head.density,
             recent=msgspec.structs.replace(recent, sizes=(patch.total_nbytes,)) if recent and patch else recent,
         )
 

@@ -228,7 +228,7 @@ def status(
         signed=history.is_signed(newest.sequence),
         ended=ended,
         nonfinite=newest.nonfinite,
-        density=newest.patch.changes / newest.elements if newest.patch and newest.elements else None,
+        density=newest.density,
         problems=tuple(problems),
         verdict="damaged" if problems else worst(subscribers or ()),
     )

@@ -1,8 +1,8 @@
 """Views: the versions of one publisher in other precisions, each committed with its version or not at all.
 
 A view is quantised from the baseline, which holds the version once it has moved: that needs neither the trainer's
-weights nor its time. From there on it is a publish like any other, with a baseline and a trail of its own; but its
-objects are named in the manifest of the version, so one commit and one signature are for all.
+weights nor its time. A view has its own baseline and trail, and is published as weights are. But the version's manifest
+names its objects, so one commit and one signature cover all.
 """
 
 import json
@@ -66,9 +66,9 @@ class ViewLine:
 
     def encode(self, version: Attempt) -> InView:
         """Quantise a version that the baseline holds, code it as the view's next, and move the view. A collective."""
-        codes, self._codes = self._codes, None
-        fresh = codes is None or codes.source is not version.tensors
-        codes = self._ranks.do("look at a view", lambda: self._made(version)) if fresh or codes is None else codes
+        held, self._codes = self._codes, None
+        fresh = held is None or held.source is not version.tensors
+        codes = held if held and not fresh else self._ranks.do("look at a view", lambda: self._made(version))
         share = self._plan_share(codes.quantised.layout)
         before, anchored = version.start.head, version.manifest.anchor_sequence == version.manifest.sequence
         head = before.of(self.name) if before is not None else None
@@ -77,7 +77,7 @@ class ViewLine:
         start = self._line.position.continue_from(start, share, skip_rebuild=version.base is None)
         self._ranks.do("quantise", lambda: _follow(codes, version, start, fresh=fresh))
         request = Request(None, version.manifest.version, anchored, False, None, None, None, None)
-        given = Given(share, self._files(version, share), None)
+        given = Given(share, self._files(version), None)
         attempt = self._line.find(start, given, request, version.clock)
         self._attempt = attempt, codes
         return InView(self._form, self._line.delivery, self._line.advance(attempt))
@@ -90,7 +90,7 @@ class ViewLine:
         self._plan = share.plan
         return share
 
-    def _files(self, version: Attempt, share: Share) -> Mapping[str, bytes]:
+    def _files(self, version: Attempt) -> Mapping[str, bytes]:
         """The small files of an anchor: the version's, with a config.json that says how the weights are quantised."""
         if CONFIG not in version.assets:
             return version.assets
