@@ -159,6 +159,7 @@ def test_rollout_workers_hold_the_trainers_weights_also_after_a_kill_and_a_resum
 
     # The store fails: all trainers say so, and so do rollout workers, which keep what they had.
     before = held(directory)
+    options["subscriber"] = {"heartbeat": "rollout"}
     config = world.configuration(model, directory, **options, timeout=20)
     manager.replicas = [world.replica(config, rank) for rank in range(WORKERS)]
     world.step(group, seed=4, vocabulary=VOCABULARY)
@@ -172,7 +173,16 @@ def test_rollout_workers_hold_the_trainers_weights_also_after_a_kill_and_a_resum
         with pytest.raises(TimeoutError):
             ray.get(waiting, timeout=120)
     assert held(directory) == before
+
+    # A call that waits in vain, as after trainers are killed, gives up when the next update begins.
+    waiting = [worker.update_weights.remote() for worker in workers]
     patches.unlink()
     (tmp_path / "away").rename(patches)
     manager.update_weights()
     agreed(group, directory)
+    for call in waiting:
+        with pytest.raises(pulse.PulseError, match="verl has begun another update"):
+            ray.get(call, timeout=120)
+    beats = {beat.stem.rsplit("-", 1)[0] for beat in (store / "heartbeats").iterdir()}
+    assert len(list((store / "heartbeats").iterdir())) == WORKERS
+    assert all(beat.startswith("rollout-") for beat in beats)

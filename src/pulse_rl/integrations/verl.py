@@ -13,12 +13,18 @@ The methods are those that verl 0.9.1 calls; without verl this module can be imp
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from socket import gethostname
 from typing import Any
 from zlib import crc32
 
-from pulse_rl.errors import require
+from pulse_rl.errors import PulseError, require
+
+NOTICE_S = 2.0  # within which a rollout worker that waits in vain notices that verl has begun anew
 
 
 class PulseCheckpointEngine:
@@ -32,7 +38,8 @@ class PulseCheckpointEngine:
         is_master: Given by verl to trainers alone.
         store: The URL or path of the store, as trainers and rollout workers reach it.
         publisher: Options of `Publisher`, as {"retain": 100}. By default cast="bfloat16".
-        subscriber: Options of `Subscriber`, as {"verify_live": True}.
+        subscriber: Options of `Subscriber`, as {"verify_live": True}. To a `heartbeat`, each worker's host and process
+            are added, as verl gives all workers the same options.
         cache: The cache of `open_store` for the rollout workers: those of one host download each object once.
         timeout: Seconds for which a rollout worker waits until the trainers have published.
 
@@ -57,9 +64,14 @@ class PulseCheckpointEngine:
 
         self._is_master, self._timeout = is_master, timeout
         self._version = -1  # until one is handed over
+        self._updates = 0  # that verl has begun
+        self._turn = threading.Lock()  # of the rollout worker's copy
         self._weights: dict[str, Any] = {}  # of a rollout worker, once there is a version
         if is_master is None:
-            self._subscriber = Subscriber(open_store(store, cache=cache), **dict(subscriber or {}))
+            options = dict(subscriber or {})
+            if options.get("heartbeat"):
+                options["heartbeat"] += f"-{gethostname()[:32]}-{os.getpid()}"
+            self._subscriber = Subscriber(open_store(store, cache=cache), **options)
         else:
             self._publisher = Publisher(store, group="world", **{"cast": "bfloat16", **(publisher or {})})
 
@@ -95,12 +107,13 @@ class PulseCheckpointEngine:
         return {"version": [version] * actor_world_size}, {"version": [version] * rollout_world_size}
 
     def init_process_group(self, version: int) -> None:
-        """Remember the version that is sent or received next.
+        """Remember the version that is sent or received next. A `receive_weights` that still waits gives up.
 
         Args:
             version: That of `build_topology`.
         """
         self._version = version
+        self._updates += 1
 
     async def send_weights(
         self, weights: Iterator[tuple[str, Any]], global_steps: int | None = None
@@ -142,17 +155,34 @@ class PulseCheckpointEngine:
 
         Raises:
             TimeoutError: The trainers have not published the version in time.
-            PulseError: It could not be fetched or proved.
+            PulseError: It could not be fetched or proved, or verl began another update meanwhile, as it does when
+                trainers that were killed have been started again.
         """
-        await asyncio.to_thread(self._bring)
+        await asyncio.to_thread(self._bring, self._updates)
         device = require("verl.utils.device", "verl").get_device_name()
         for name, tensor in self._weights.items():
             yield name, tensor.to(device)
 
-    def _bring(self) -> None:
-        self._subscriber.wait(self._version, self._timeout)
-        self._weights = self._weights or self._subscriber.allocate()
-        self._subscriber.sync(self._weights, version=self._version)
+    def _bring(self, update: int) -> None:
+        with self._turn:
+            self._wait(update)
+            self._weights = self._weights or self._subscriber.allocate()
+            self._subscriber.sync(self._weights, version=self._version)
+
+    def _wait(self, update: int) -> None:
+        """Wait for the version of this update, as long as verl has begun no other one."""
+        version, deadline = self._version, time.monotonic() + self._timeout
+        arrived = False
+        while not arrived:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                self._subscriber.wait(version, min(left, NOTICE_S))
+                arrived = True
+            except TimeoutError as error:
+                if left <= NOTICE_S:
+                    raise TimeoutError(f"version {version}: not published within {self._timeout:g} s") from error
+            if update != self._updates:
+                raise PulseError(f"version {version}: no longer waited for, as verl has begun another update")
 
     def finalize(self) -> None:
         """Nothing: publisher and copy serve the next version."""
