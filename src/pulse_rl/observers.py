@@ -75,6 +75,7 @@ class LongWork:
         self.what, self.done, self.total = what, 0, total
         now = time.monotonic()
         self._tell_next, self._log_next = now + OFTEN_S, now + SELDOM_S
+        self._said = False
 
     def advance(self, nbytes: int) -> None:
         """So many bytes more are done."""
@@ -84,12 +85,14 @@ class LongWork:
             self._tell_next = now + OFTEN_S
             tell(self, None)
         if now >= self._log_next:
-            self._log_next = now + SELDOM_S
+            self._log_next, self._said = now + SELDOM_S, True
             log.info("%s: %.3g of %.3g MB", self.what, self.done / 1e6, self.total / 1e6)
 
     def __enter__(self) -> "LongWork":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.done = self.total  # however it ended
         tell(self, None)
+        if self._said and kind is None:
+            log.info("%s: done", self.what)

@@ -1,11 +1,14 @@
 """How far long work is: what observers hear, and what commands show in a log and in a terminal."""
 
+import logging
 import os
 import pty
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,9 @@ import pulse_rl as pulse
 from pulse_rl import observers
 from pulse_rl.cli import output
 from pulse_rl.cli.main import main
+from pulse_rl.flow.data.board import StatusBoard
 from pulse_rl.flow.driver.run import _starting
+from pulse_rl.flow.engine import Process
 from pulse_rl.observers import LongWork, observe
 
 
@@ -54,7 +59,35 @@ def test_long_work_says_so_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: p
     caplog.set_level("INFO", "pulse_rl")
     with LongWork("the upload of an anchor", 4_000_000) as work:
         work.advance(1_000_000)
-    assert caplog.messages == ["the upload of an anchor: 1 of 4 MB"]
+    assert caplog.messages == ["the upload of an anchor: 1 of 4 MB", "the upload of an anchor: done"]
+
+
+def test_what_a_process_of_a_run_logs_is_on_the_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far an anchor is, of a publisher in a trainer's process, whose log nobody reads."""
+    monkeypatch.setattr(observers, "SELDOM_S", 0.0)
+    notes: list[str] = []
+
+    class Board(StatusBoard):
+        def report(self, who: str, facts: Mapping[str, Any]) -> None:
+            super().report(who, facts)
+            notes.append(facts["note"])
+
+    class Trainer:
+        def run(self) -> int:
+            weights = {f"w{number}": np.arange(100_000, dtype=np.float32) for number in range(2)}
+            return pulse.Publisher(tmp_path).publish(weights, version=7).version
+
+    log, board = logging.getLogger("pulse_rl"), Board()
+    level, handlers = log.level, list(log.handlers)
+    try:
+        assert Process().run("trainer-1", board, Trainer) == 7
+    finally:
+        log.setLevel(level)
+        log.handlers[:] = handlers
+    upload = [note for note in notes if note.startswith("the upload of ")]
+    assert re.search(r": 0\.\d+ of 0\.8 MB$", upload[0])
+    assert upload[-1].endswith(": done")
+    assert board.board()["trainer-1"] == {"note": notes[-1]}
 
 
 def command(*arguments: object) -> None:
@@ -91,14 +124,23 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     [
         ([None], [{}, {}], "trainers of p0; 0 of 2 workers hold weights"),
         ([None, 3], [{}], "trainers of p0; 0 of 1 workers hold weights"),
+        ([None], [], "trainers of p0"),  # none has registered itself
         ([3], [{}, {}], "0 of 2 workers hold weights"),
-        ([3], [{"p0": 3}, {}], ""),
-        ([3], [], ""),  # all have left
+        ([3], [{"p0": 3}, {}], "the first step of p0: 5 groups ready, 2 coming"),
+        (
+            [3, 4],
+            [{"p0": 3, "p1": 4}],
+            "the first step of p0: 5 groups ready, 2 coming; the first step of p1 is trained",
+        ),
     ],
 )
-def test_a_run_says_who_is_starting(versions: list[int | None], workers: list[dict[str, int]], sentence: str) -> None:
-    status = {
-        "policies": {f"p{number}": {"version": version} for number, version in enumerate(versions)},
-        "workers": {f"w{number}": {"versions": held} for number, held in enumerate(workers)},
-    }
-    assert _starting(status) == sentence
+def test_a_run_says_what_it_waits_for(versions: list[int | None], workers: list[dict[str, int]], sentence: str) -> None:
+    facts: dict[str, Any] = {"ready": 5, "coming": 2, "finished": False}
+    numbered = enumerate(versions)
+    policies = {f"p{number}": facts | {"version": version, "uncommitted": number} for number, version in numbered}
+    held = {f"w{number}": {"versions": one} for number, one in enumerate(workers)}
+    status: dict[str, Any] = {"policies": policies, "workers": held}
+    assert _starting(status, ()) == sentence
+    if None not in versions and any(workers):
+        assert _starting(status, policies) == ""
+        assert _starting(status, {"p0"}) == sentence.partition("; ")[2]

@@ -1,5 +1,6 @@
 """What the driver of a run decides, without processes."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run._Driver:
     monkeypatch.setattr(flow, "status", lambda: status() | {"pid": 1})
     for name in ("Trainers", "Pools", "Evaluations"):
         monkeypatch.setattr(run, name, _Services)
-    return run._Driver(Recipe(out=str(tmp_path)), flow, Display("p", 1), lambda: False)
+    return run._Driver(Recipe(out=str(tmp_path)), flow, Display("p", 1), lambda: 0, (), time.monotonic())
 
 
 @pytest.mark.parametrize("stopped", [True, False])

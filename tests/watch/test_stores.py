@@ -21,11 +21,9 @@ from pulse_rl.cli.app import app
 from pulse_rl.watch.alarms import ALARMS
 from pulse_rl.watch.measurements import METRICS
 from pulse_rl.watch.stores import VERDICTS, StoreCollector, measurements_of, serve
+from tests.watch.test_dashboard import MONITORING, expressions
 
 prometheus_client = pytest.importorskip("prometheus_client")
-
-MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
-DASHBOARD = json.loads((MONITORING / "grafana-dashboard.json").read_text())
 
 
 @pytest.fixture
@@ -84,23 +82,6 @@ def test_scrapes_within_a_second_are_one_look(store: Path) -> None:
 @pytest.mark.parametrize("options", [["--serve", "x"], ["--serve", "1:99999"], ["--serve", "1", "--json"]])
 def test_a_bad_option_is_a_usage_error(store: Path, options: list[str]) -> None:
     assert CliRunner().invoke(app, ["status", str(store), *options]).exit_code == 2
-
-
-def expressions() -> dict[str, str]:
-    """Every query of the dashboard, by its panel."""
-    return {
-        f"{panel['title']} {target['refId']}": target["expr"]
-        for panel in DASHBOARD["panels"]
-        for target in panel["targets"]
-    }
-
-
-def test_the_dashboard_and_the_rules_name_what_is_exported() -> None:
-    texts = [*expressions().values(), (MONITORING / "prometheus-alerts.yml").read_text()]
-    named = {name for text in texts for name in re.findall(r"\bpulse_[a-z_]+", text)}
-    known = METRICS.keys() | {f"pulse_phase_seconds_{part}" for part in ("sum", "bucket", "count")}
-    assert named <= known
-    assert {panel["id"] for panel in DASHBOARD["panels"]} == set(range(1, len(DASHBOARD["panels"]) + 1))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus' promtool")

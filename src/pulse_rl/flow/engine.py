@@ -3,6 +3,7 @@
 It runs on this machine by default, and on a cluster with an address, by the same code. Only this module imports Ray.
 """
 
+import logging
 import os
 import secrets
 import signal
@@ -15,6 +16,7 @@ from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 from pulse_rl.errors import ProcessDiedError, PulseError, one_line
+from pulse_rl.flow.data.board import BoardLog
 from pulse_rl.flow.directory import LOG
 
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
@@ -91,12 +93,15 @@ def _raised(error: Any) -> Exception:
 
 
 class Process:
-    """One process of a run. It makes one object and runs it.
+    """One process of a run. It makes one object and runs it; what it logs is shown by the driver.
 
     The object is made by a method, not by the constructor: then the driver receives its exceptions as they are.
     """
 
-    def run(self, kind: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, name: str, board: Any, kind: Callable[..., Any], *arguments: Any) -> Any:
+        log = logging.getLogger("pulse_rl")
+        log.setLevel(logging.INFO)
+        log.addHandler(BoardLog(board, name))
         return kind(*arguments).run()
 
 
@@ -115,13 +120,11 @@ class ProcessHandle:
     node: as Ray lists the one that it was sent to.
     """
 
-    def __init__(
-        self, name: str, node: Mapping[str, Any], actor: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, name: str, node: Mapping[str, Any], actor: Any, *arguments: Any) -> None:
         self._name = name
         self.node, self.host = str(node["NodeID"]), str(node["NodeManagerHostname"])
         self._actor = actor
-        self.future = actor.run.remote(kind, *arguments)
+        self.future = actor.run.remote(name, *arguments)
         _handles.add(self)
 
     def ended(self) -> bool:
@@ -233,13 +236,14 @@ def start(
     kind: Callable[..., Any],
     arguments: tuple[Any, ...],
     *,
+    board: Any,
     where: Literal["here", "anywhere"],
     region: str = "",
 ) -> ProcessHandle:
     """Start a process that makes kind(*arguments) and runs it.
 
-    name: for messages. where: on the driver's node, or on the one that `least_loaded` finds. region: on a node that
-    offers this as a resource of Ray, where the cluster has one.
+    name: for messages. board: where what it logs is put. where: on the driver's node, or on the one that `least_loaded`
+    finds. region: on a node that offers this as a resource of Ray, where the cluster has one.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -251,7 +255,7 @@ def start(
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)  # Ray takes a soft one to be for any node
     needed = {region: SHARE} if ray.cluster_resources().get(region) else {}
     actor = ray.remote(num_cpus=0, resources=needed)(process).options(scheduling_strategy=strategy).remote()
-    return ProcessHandle(name, nodes[node], actor, kind, arguments)
+    return ProcessHandle(name, nodes[node], actor, board, kind, *arguments)
 
 
 def least_loaded(nodes: Sequence[Mapping[str, Any]], processes: Mapping[str, int], region: str = "") -> str:

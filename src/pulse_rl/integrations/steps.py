@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pulse_rl import Publisher, Store
+from pulse_rl import Publisher, PublishReport, Store
 from pulse_rl.errors import PulseError, one_line
 from pulse_rl.group.collectives import default_place
 from pulse_rl.integrations.held import held, is_sharded
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     import torch
 
 log = logger(__name__)
+
+
+def scalars(report: PublishReport) -> dict[str, float]:
+    """What a framework logs of a version, beside its own numbers."""
+    return {
+        "pulse/payload_bytes": report.patch_nbytes,
+        "pulse/changed_ratio": report.density,
+        "pulse/publish_seconds": report.total_s,
+    }
 
 
 class StepPublisher:
@@ -89,8 +98,8 @@ class StepPublisher:
 
     def take_scalars(self) -> dict[str, float]:
         """Those of the last version that was committed, for the framework's log; none where they were taken before."""
-        scalars, self._scalars = self._scalars, {}
-        return scalars
+        found, self._scalars = self._scalars, {}
+        return found
 
     def _source(self, model: Any) -> Any:
         return model if self._weights is None else self._weights(model)
@@ -118,12 +127,8 @@ class StepPublisher:
         )
         committed = before if report.pending else report
         if committed is not None:
-            self._scalars = {
-                "pulse/version": committed.version,
-                "pulse/payload_bytes": committed.patch_nbytes,
-                "pulse/changed_ratio": committed.density,
-                "pulse/publish_seconds": time.perf_counter() - clock,
-            }
+            spent = {"pulse/publish_seconds": time.perf_counter() - clock}
+            self._scalars = {"pulse/version": committed.version} | scalars(committed) | spent
 
     def _attempt(self, work: Callable[[], object], step: int) -> None:
         try:

@@ -18,12 +18,14 @@ from typing import Any
 
 from pulse_rl.errors import require
 from pulse_rl.integrations.delivery import EngineDelivery
+from pulse_rl.integrations.steps import scalars
 
 
 class PulseWeightTransfer(EngineDelivery):
     """An `EngineDelivery` as the `weight_transfer` of TRL's `AsyncGRPOTrainer`.
 
-    If a sync fails, its error ends TRL's training, or TRL stays at the version before it.
+    If a sync fails, its error ends TRL's training, or TRL stays at the version before it. TRL times its calls of this
+    itself: `perf/weight_sync_s` and its parts in its log, or `profiling/Time taken: GRPOTrainer.sync_weights`.
 
     Args:
         store: As in `EngineDelivery`.
@@ -33,7 +35,9 @@ class PulseWeightTransfer(EngineDelivery):
         timeout: Likewise.
 
     Attributes:
-        trainer: None; or TRL's trainer, whose step is then noted of each version, as {"step": 12}.
+        trainer: None; or TRL's trainer. Its step is then noted of each version, as {"step": 12}, and its log takes, as
+            means of its `logging_steps`, `pulse/payload_bytes`, `pulse/changed_ratio`, `pulse/publish_seconds` and
+            `pulse/pause_seconds`: of the engine that paused longest.
     """
 
     trainer: Any = None
@@ -63,7 +67,12 @@ class PulseWeightTransfer(EngineDelivery):
             PulseError: As `EngineDelivery.send`.
             TimeoutError: Likewise.
         """
-        self.send(iterator, metadata=None if self.trainer is None else {"step": self.trainer.state.global_step})
+        trainer = self.trainer
+        self.send(iterator, metadata=None if trainer is None else {"step": trainer.state.global_step})
+        if trainer is not None and self.published is not None:
+            found = scalars(self.published) | {"pulse/pause_seconds": max(one.pause_s for one in self.applied)}
+            for name, value in found.items():
+                trainer._metrics["train"][name].append(value)  # as TRL logs its own
 
     def destroy(self) -> None:
         """Close the publisher that this made. TRL calls it when training ends."""

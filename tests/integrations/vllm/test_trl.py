@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 import transformers
+from trl.extras.profiling import ProfilingContext
 
 import pulse_rl as pulse
 from pulse_rl.integrations.trl import vllm_client
@@ -26,6 +27,7 @@ from tests.integrations.vllm.train_world import World, running
 from tests.store.servers import free_port, s3_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+SYNC = "GRPOTrainer.sync_weights"  # TRL's name for the time of a sync, in what it sends to trackers
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,16 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def digest_of(trainer: Any) -> str:
     """Of the weights that the trainer holds, as they are published."""
     return pulse.digest({name: p.detach().bfloat16() for name, p in trainer.model.named_parameters()})
+
+
+def check_logged(entries: list[dict[str, Any]], manifests: list[Any]) -> None:
+    """What TRL's log has of each version, against the history."""
+    for entry, manifest in zip(entries, manifests, strict=True):
+        patch = manifest.patch
+        assert entry["pulse/payload_bytes"] == (patch.total_nbytes if patch else 0)
+        assert entry["pulse/changed_ratio"] == pytest.approx(manifest.density or 0)
+        assert 0 < entry["pulse/publish_seconds"] < 60
+        assert 0 <= entry["pulse/pause_seconds"] < 60
 
 
 def grpo(one: World, transfer: world.Seen, out: Path, steps: int, patch: pytest.MonkeyPatch, **options: Any) -> Any:
@@ -76,7 +88,12 @@ def test_grpo_samples_from_proved_weights_also_after_a_kill_an_outage_and_a_resu
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(trainer.vllm_generation.vllm_client, "generate", generating)
+    timed: list[float] = []
+    monkeypatch.setattr(ProfilingContext, "_log_metrics", lambda self, s: self.name == SYNC and timed.append(s))
     trainer.train()
+    # TRL's own name for a sync is filled by TRL, which times ours; bytes and pauses are ours, in TRL's log.
+    assert [spent > ours for spent, ours in zip(timed, transfer.seconds, strict=True)] == [True] * steps
+    check_logged(trainer.state.log_history[:steps], list(pulse.History(pulse.open_store(store)).manifests()))
     assert sampled == [(version, True) for version in range(steps)]
     assert (transfer.versions, transfer.steps) == ([0, 1, 2], [0, 1, 2])
     assert one.client.state().instance != instance
@@ -131,6 +148,12 @@ def test_async_grpo_also_after_a_kill_an_outage_and_a_resume(one: World, ranks: 
     manifests = list(pulse.History(pulse.open_store(store)).manifests())
     assert [manifest.digest for manifest in manifests] == seen["digests"]
     assert len(set(seen["digests"])) > steps - 2
+    # TRL's own names are filled by TRL, which times ours. The first sync is before the first step: one mean of two.
+    assert len(seen["logged"]) == steps
+    for entry, ours in zip(seen["logged"][1:], seen["seconds"][2:], strict=True):
+        assert entry["perf/weight_sync_s"] >= entry["perf/weight_sync_transfer_s"] > ours
+        assert entry["perf/weight_sync_pause_s"] < 1
+    check_logged(seen["logged"][1:], manifests[2:])
 
     again = asynchronous(one, ranks, {}, steps=steps + 1, resume=True, **given)
     assert (again["versions"], again["steps"]) == ([5, 6], [4, 5])

@@ -78,6 +78,7 @@ class Seen(PulseWeightTransfer):
         self.digests: list[str] = []
         self.versions: list[int] = []
         self.steps: list[Any] = []
+        self.seconds: list[float] = []  # of each sync, that the transfer itself reports
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         handed = {}
@@ -91,6 +92,7 @@ class Seen(PulseWeightTransfer):
         digest, published = pulse.digest(handed), self.published
         assert published is not None
         assert (self._client.state().version, self._client.verify()) == (published.version, digest)
+        self.seconds.append(published.total_s)
         self.digests.append(digest)
         self.versions.append(published.version)
         self.steps.append((published.metadata or {})["step"])
@@ -197,6 +199,8 @@ def train_async(
         "held": pulse.digest({name: p.detach().bfloat16() for name, p in held.items()}),
         "kinds": sorted({type(p.data).__name__ for p in model.parameters()}),
         "kernel": Kernel.called,
+        "seconds": transfer.seconds,
+        "logged": [entry for entry in trainer.state.log_history if "loss" in entry],
     }
 
 

@@ -3,6 +3,7 @@
 It is kept in memory only. After a restart of the dataflow, facts come back with the next reports.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,3 +21,20 @@ class StatusBoard:
     def board(self) -> dict[str, dict[str, Any]]:
         """All facts, by service."""
         return {who: dict(facts) for who, facts in self._facts.items()}
+
+
+class BoardLog(logging.Handler):
+    """Puts what a process logs on the board, as its `note`, which the driver shows: nobody reads that process's log.
+
+    board: what calls the board. who: whose note it is.
+    """
+
+    def __init__(self, board: Any, who: str) -> None:
+        super().__init__()
+        self._board, self._who = board, who
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._board.report(self._who, {"note": record.getMessage()})
+        except Exception:  # noqa: BLE001 - what is logged must not fail because it is logged
+            self.handleError(record)

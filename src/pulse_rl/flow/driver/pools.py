@@ -24,8 +24,9 @@ class _Crew:
         self._recipe, self._pool, self._dataflow = recipe, pool, dataflow
 
     def start(self, name: str) -> ProcessHandle:
-        arguments = (name, self._recipe, self._pool, self._dataflow)
-        return start(name, RolloutProcess, RolloutWorker, arguments, where="anywhere", region=self._pool.region)
+        board, region = self._dataflow, self._pool.region
+        arguments = (name, self._recipe, self._pool, board)
+        return start(name, RolloutProcess, RolloutWorker, arguments, board=board, where="anywhere", region=region)
 
     def reported(self, name: str) -> Reported:
         facts = self._dataflow.board().get(name, {})

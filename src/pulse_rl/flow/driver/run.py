@@ -8,7 +8,7 @@ import json
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,12 @@ def train(
                 display.log(_where_it_continues(recipe))
             workers = sum(pool.workers for pool in recipe.pools)
             names = ", ".join(f"{name} ({_kind(policy)})" for name, policy in recipe.policies.items())
+            begun = time.monotonic()
             display.log(f"starting {recipe.name}: {names}, {workers} rollout workers, in {recipe.out} …")
             with _on_failure(recipe), engine(absolute), service(NAME, DataflowProcess, absolute) as dataflow:
                 recipe_file.save(recipe)
                 dataflow.resume()
-                driver = _Driver(absolute, dataflow, display, stop_requested, exporters)
+                driver = _Driver(absolute, dataflow, display, stop_requested, exporters, begun)
                 finals = driver.watch()
                 result = driver.finish(finals)
     except KeyboardInterrupt:
@@ -147,7 +148,7 @@ def train(
 
 
 class _Driver:
-    """The services of a run, and what its driver does with them."""
+    """The services of a run, and what its driver does with them. begun: when a person was told that it starts."""
 
     def __init__(
         self,
@@ -155,7 +156,8 @@ class _Driver:
         dataflow: Any,
         display: Display,
         stop_requested: Callable[[], int],
-        exporters: Sequence[Exporter] = (),
+        exporters: Sequence[Exporter],
+        begun: float,
     ) -> None:
         self._recipe, self._dataflow, self._display = recipe, dataflow, display
         self._stop_requested = stop_requested
@@ -167,11 +169,12 @@ class _Driver:
         self._failures = Failures(display.log)
         self._announcer = Announcer(display.log)
         self._records = _Records(recipe)
-        self._notes: dict[str, str] = {}  # of trainers, as shown
+        self._notes: dict[str, str] = {}  # what trainers and workers have logged last, as shown
         self._pid: int | None = None  # of the Dataflow's process
         self._revived = 0  # times that it was made again
         self._show_next = time.monotonic()
-        self._setup_next = time.monotonic() + SETUP_S
+        self._setup_next = begun + SETUP_S
+        self._stepped: set[str] = set()  # policies that have done a step since this driver started
 
     def watch(self) -> dict[str, dict[str, Any]]:
         """Follow the run until the trainers have ended, and the windows are done; return what the trainers returned."""
@@ -249,13 +252,14 @@ class _Driver:
                 found += measured(run_name(self._recipe.store_url(policy)), raised)
             for exporter in self._exporters:
                 exporter.take(found)
-        if time.monotonic() >= self._setup_next and (starting := _starting(status)):
+        self._stepped |= {record["policy"] for record in records}
+        if time.monotonic() >= self._setup_next and (starting := _starting(status, self._stepped)):
             self._setup_next = time.monotonic() + SETUP_S
             self._display.log(f"starting: {starting}")
         notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
         for who, note in notes.items():
             if self._notes.get(who) != note:
-                self._display.log(note)
+                self._display.log(f"{who}: {note}")
         self._notes |= notes
         if time.monotonic() >= self._show_next:
             self._show_next = time.monotonic() + SHOW_S
@@ -264,14 +268,22 @@ class _Driver:
         return status
 
 
-def _starting(status: Mapping[str, Any]) -> str:
-    """Who has not started yet in a run in which no step has ended; empty where all have."""
+def _starting(status: Mapping[str, Any], stepped: Container[str]) -> str:
+    """What a run waits for until each policy has done a step; empty where all have. stepped: those that have."""
     policies = [name for name, policy in status["policies"].items() if policy["version"] is None]
     workers = [name for name, worker in status["workers"].items() if not worker["versions"]]
-    if not policies and len(workers) < max(1, len(status["workers"])):
-        return ""
-    trainers = f"trainers of {', '.join(policies)}; " if policies else ""
-    return f"{trainers}{len(status['workers']) - len(workers)} of {len(status['workers'])} workers hold weights"
+    every = len(status["workers"])
+    if policies or (every and len(workers) == every):
+        trainers = [f"trainers of {', '.join(policies)}"] if policies else []
+        holding = [f"{every - len(workers)} of {every} workers hold weights"] if every else []
+        return "; ".join([*trainers, *holding])
+    return "; ".join(
+        f"the first step of {name} is trained"
+        if policy["uncommitted"]
+        else f"the first step of {name}: {policy['ready']} groups ready, {policy['coming']} coming"
+        for name, policy in status["policies"].items()
+        if name not in stepped and not policy["finished"]
+    )
 
 
 class _Records:

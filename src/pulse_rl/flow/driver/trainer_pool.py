@@ -40,7 +40,8 @@ class TrainerPool:
         """Start a trainer's process. Rank 0 writes the run's files, so it is on the driver's node."""
         arguments = (self._recipe, self._policy, self._dataflow, rank, self._life)
         where: Literal["here", "anywhere"] = "anywhere" if rank else "here"
-        return start(self._name(rank), TrainerProcess, PolicyTrainer, arguments, where=where)
+        name, board = self._name(rank), self._dataflow
+        return start(name, TrainerProcess, PolicyTrainer, arguments, board=board, where=where)
 
     def restart(self) -> None:
         """Start trainers again that were lost, where one is started again alone."""

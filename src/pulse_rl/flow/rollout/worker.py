@@ -38,7 +38,6 @@ from pulse_rl.flow.recipe import PoolRecipe, Recipe
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, Sampler, SamplerSettings
 from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
 from pulse_rl.flow.samples import Episode, EpisodeGroup, Orders, Task
-from pulse_rl.logs import logger
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
 HEARTBEAT_S = 1.0
@@ -48,8 +47,6 @@ MAX_ERROR = 300  # characters of one that is passed on
 SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million tasks
 NOT_USERS = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # code
 CALLS = 4096  # of sampling in a task, each with a seed
-
-log = logger(__name__)
 
 
 @dataclass
@@ -310,7 +307,6 @@ class RolloutWorker:
             self._failed += 1
             late = f"not played within {limit_s:g} s (workflow.timeout_s)"
             reason = late if limit.expired() else _reason(_first(error))
-            log.warning("task %d: %s", task.number, reason)
             await self._call("give_back", self._name, task.number, reason)
             self._tasks.discard(task.number)
             return

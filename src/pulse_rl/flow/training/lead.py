@@ -12,7 +12,10 @@ from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.versions import PolicyHistory
+from pulse_rl.logs import logger
 from pulse_rl.watch.measurements import phases_of
+
+log = logger(__name__)
 
 
 class Lead:
@@ -32,7 +35,6 @@ class Lead:
         self._versions = versions
         self._resumed = resumed
         self._dropped = 0  # groups, until the last round
-        self._finite = True  # whether all weights of the last version were
 
     @property
     def version(self) -> int:
@@ -53,8 +55,8 @@ class Lead:
                 metrics.remove(self._files)  # nothing was published: another run may use the directory
             raise
         if damage is not None:
-            note = f"the history is damaged: {damage}; version {self.version} is a full checkpoint that gets past it"
-            self._calls.report({"note": note})
+            past = f"version {self.version} is a full checkpoint that gets past it"
+            log.warning("the history is damaged: %s; %s", damage, past)
         self._calls.begin(step, self.version)
         if self._policy.trained:
             self._dropped = self._calls.dropped()
@@ -67,9 +69,6 @@ class Lead:
         """
         report = self._versions.publish(step, weights, bandwidth=self._bandwidth())
         self._announce(step)
-        if report.nonfinite and self._finite:
-            self._calls.report({"note": f"version {self.version}: {report.warning}"})
-        self._finite = not report.nonfinite
         seconds = {name: record.pop(name) for name in ("wait_s", "train_s")}
         seconds["total_s"] = time.perf_counter() - started
         head = {"step": step, "version": self.version}

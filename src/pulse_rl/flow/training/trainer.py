@@ -35,11 +35,13 @@ from pulse_rl.flow.training.meeting import StoreExchange
 from pulse_rl.flow.training.rows import micro_batches
 from pulse_rl.flow.training.sharded import load_shares, shares, whole
 from pulse_rl.flow.training.versions import PolicyHistory
+from pulse_rl.logs import logger
 from pulse_rl.sync.freed import keep_freed
 
 IDLE_S = (0.02, 0.2)  # between polls for a batch: the shortest, the longest
 IDLE_SHARE = 0.02  # of the time waited so far, until the next poll: each costs about a millisecond of two processes
 PATIENCE_S = 120.0  # for the process of an earlier life to end
+log = logger(__name__)
 
 
 class PolicyTrainer:
@@ -68,6 +70,7 @@ class PolicyTrainer:
         lock = f"trainer-{rank}.lock" if rank else "trainer.lock"
         self._lock.enter_context(run_directory.lock(files, name=lock, patience=PATIENCE_S))
         begun = metrics.begun(files)
+        log.info("loads %s", given.model)
         loaded = model.load(given.model, seed=recipe.seed, dither=given.dither)
         self._model = loaded.model.eval()  # no dropout: trainer and workers must compute the same probabilities
         publishes = rank == 0 or given.sharded
