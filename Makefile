@@ -14,7 +14,7 @@ VERL_BIN := .venv-verl/bin
 # More processes than cores: many tests wait. A process without tests left takes some of another one's.
 PARALLEL := -n 4 --dist worksteal
 
-.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
+.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check dist clean
 
 setup: .venv/.ready
 
@@ -122,6 +122,14 @@ docs: setup
 	$(BIN)/python tests/reference.py
 	$(BIN)/zensical build --clean --strict
 	$(BIN)/python tests/links.py site
+
+# What a release hands out, into dist/: checked as indexes do, then tried in an empty environment.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python -m pytest tests/test_dist.py -m "slow or not slow" $(ARGS)
 
 check: setup docs
 	$(BIN)/ruff check .

@@ -122,7 +122,7 @@ def test_a_source_stands_before_the_message() -> None:
 
 
 def test_missing_extra_names_it() -> None:
-    with pytest.raises(pulse.MissingExtraError, match=r"pip install '\.\[run\]'") as raised:
+    with pytest.raises(pulse.MissingExtraError, match=r"pip install .*\[run\]") as raised:
         errors.require("no_such_module_here", "run")
     assert (raised.value.name, raised.value.extra) == ("no_such_module_here", "run")
 

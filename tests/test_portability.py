@@ -1,13 +1,10 @@
 """Imports where Linux's own functions are missing, as on macOS and Windows."""
 
-import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pulse_rl
-from pulse_rl.errors import install_hint
 
 # What other packages do on such systems is their affair, so they are imported before anything is taken away.
 PROGRAM = """
@@ -44,20 +41,6 @@ def _modules() -> list[str]:
         if parts[-1] != "__main__":
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return names
-
-
-def test_every_extra_that_an_error_names_is_there() -> None:
-    """And the one that a run needs has what its report needs, so that no run ends without one."""
-    root = Path(pulse_rl.__file__).parents[2]
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = set[str]()
-    for file in Path(pulse_rl.__file__).parent.rglob("*.py"):
-        named |= set(
-            re.findall(r"(?:require(?:_installed)?\([^()]*, |install_hint\()[\"'](\w+)[\"']\)", file.read_text())
-        )
-    assert {"run", "study", "vllm", "gpu", "ft"} <= named <= extras.keys()
-    assert {each.split("  #")[0] for each in extras["study"]} <= set(extras["run"])
-    assert install_hint("run") == "pip install '.[run]' in a clone of pulse-rl's repository"
 
 
 def test_everything_is_imported_without_what_only_linux_has() -> None:

@@ -23,10 +23,14 @@ A field is None, or empty, where it does not apply or is not known. Builtin exce
 for something that is no tensor, ValueError for a bad argument, FileNotFoundError for a path, TimeoutError for a wait.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+
+# The extras of these do not bring them: their builds have several names, or they pin most of what they need.
+FRAMEWORKS = ("axolotl", "verl", "vllm")
 
 
 class PulseError(Exception):
@@ -364,8 +368,29 @@ def shown(names: Sequence[object]) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """How to install an extra: from a clone, as no package index has pulse-rl yet."""
-    return f"pip install '.[{extra}]' in a clone of pulse-rl's repository"
+    """How to install an extra: from where this installation came, so that what is named exists.
+
+    An index is only named to who has installed from one. A source tree that is used in place names itself.
+    """
+    from importlib import metadata
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        installed = metadata.distribution("pulse-rl")
+    except metadata.PackageNotFoundError:
+        installed = None
+    if installed is None or installed.read_text("RECORD") is None:
+        return f'pip install ".[{extra}]" in a clone of pulse-rl\'s repository'
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610; an index leaves none
+    if not origin:
+        return f'pip install "pulse-rl[{extra}]"'
+    if origin.get("dir_info", {}).get("editable"):
+        return f'pip install --editable "{url2pathname(urlsplit(origin["url"]).path)}[{extra}]"'
+    url = origin["url"]
+    if version := origin.get("vcs_info"):
+        url = f"{version['vcs']}+{url}@{version['commit_id']}"
+    return f'pip install "pulse-rl[{extra}] @ {url}"'
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -389,5 +414,7 @@ def require_installed(module: str, extra: str) -> None:
 
 
 def _missing(module: str, extra: str) -> MissingExtraError:
-    message = f"{module} is needed for this and is not installed: {install_hint(extra)}"
+    framework = module.split(".")[0]
+    first = f"install {framework} first as its documentation says, then " if framework in FRAMEWORKS else ""
+    message = f"{module} is needed for this and is not installed: {first}{install_hint(extra)}"
     return MissingExtraError(message, name=module, extra=extra)

@@ -17,6 +17,7 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
+from pulse_rl.errors import install_hint
 from pulse_rl.weights.layout import layout
 
 COMMANDS = [
@@ -235,4 +236,4 @@ def test_a_missing_module_is_named(place: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "ray is needed for this" in done.stderr
-    assert "'.[run]' in a clone" in done.stderr
+    assert install_hint("run") in done.stderr

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import pulse_rl as pulse
+from pulse_rl.errors import install_hint
 from pulse_rl.flow import model
 from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback
 from pulse_rl.kernels.cpu import beside
@@ -287,6 +288,4 @@ def test_without_transformers_it_says_what_to_install() -> None:
         "except pulse_rl.MissingExtraError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == (
-        "transformers is needed for this and is not installed: pip install '.[run]' in a clone of pulse-rl's repository"
-    )
+    assert done.stdout.strip() == f"transformers is needed for this and is not installed: {install_hint('run')}"

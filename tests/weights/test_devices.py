@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import pulse_rl as pulse
+from pulse_rl.errors import install_hint
 from pulse_rl.kernels import cpu
 from pulse_rl.weights import devices
 
@@ -115,8 +116,7 @@ def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setattr(devices, "on_cuda", lambda tensor: False)
     assert digest == pulse.digest(weights)
     assert [record.message for record in caplog.records if "[gpu]" in record.message] == [
-        "tensors on a GPU are read through the host, as kernels for it are missing: pip install '.[gpu]' in a clone of "
-        "pulse-rl's repository"
+        f"tensors on a GPU are read through the host, as kernels for it are missing: {install_hint('gpu')}"
     ]
     with pytest.raises(pulse.MissingExtraError, match="numba-cuda") as caught:
         pulse.Publisher("memory://", baseline="device")
