@@ -78,7 +78,7 @@ def test_what_changed_since_a_version_is_what_a_comparison_finds(seed: int, code
     overlay = what_was_overwritten(versions)
     since = Since.of(overlay, newest)
     assert since is not None
-    (found,) = encode.find(newest, newest, codecs=[CODECS[codec]], since=since).code()
+    (found,) = encode.find(newest, newest, codecs=[CODECS[codec]], scan=since).code()
     (slow,) = encode.find(overlay.over(newest), newest, codecs=[CODECS[codec]]).code()
     (plain,) = encode.find(layout(versions[0]), newest, codecs=[CODECS[codec]]).code()
     for other in (slow, plain):

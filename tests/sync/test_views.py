@@ -1,6 +1,7 @@
 """Views of a publisher: each version of each is what a naive quantisation of the same weights gives, or nothing is."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 import pulse_rl as pulse
 from pulse_rl.errors import one_line
 from pulse_rl.history.history import History
+from pulse_rl.patch.overlay import PatchSection
+from pulse_rl.patch.scan import Found, Scan
+from pulse_rl.patch.since import Known
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.views.quantised import Quantised
 from tests.loco.ranks import Ranks
@@ -118,6 +122,49 @@ def test_every_version_has_its_views_or_does_not_exist(calls: list[tuple[str, bo
             assert same(live[name], held[name])
             assert same(pull(store, name), held[name])
     assert pulse.verify(store).problems == ()
+
+
+FORMATS = {
+    **VIEWS,
+    "sticky": pulse.Fp8(scales="sticky"),
+    "tensor": pulse.Fp8(block="tensor", rule="vllm"),
+    "mx": pulse.Fp8(block=(1, 32), rule="vllm"),
+    "narrow": pulse.Fp8(block="channel", rule="compressed-tensors"),
+}
+
+
+def test_a_patch_of_known_changes_is_that_of_a_full_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte: with scales that move, largest weights that grow and shrink, edge blocks and stacks of experts.
+
+    Where what changed is known, only scales are compared.
+    """
+    follow, find, compared = Quantised.follow, Scan.find, list[str]()
+
+    def seen(self: Scan, one: PatchSection) -> Iterator[Found]:
+        if isinstance(self, Known):
+            compared.extend(one.section.names)
+        return find(self, one)
+
+    monkeypatch.setattr(Scan, "find", seen)
+    patches = []
+    for knows in (True, False):
+        policy, store = Policy(), tmp_path / str(knows)
+        for name, columns in (("q_proj.weight", 128), ("mlp.experts.up", 32)):  # as MXFP8 has them
+            policy.weights[name] = policy.weights[name][..., :columns].contiguous()
+        monkeypatch.setattr(Quantised, "follow", follow if knows else lambda *given: follow(*given)[:0])
+        compared.clear()
+        with pulse.Publisher(store, views=FORMATS, codec="context") as publisher:
+            publisher.publish(policy.weights)
+            for step in range(8):
+                policy.step(0.003)
+                spoil = policy.weights["q_proj.weight" if step % 2 else "mlp.experts.up"].view(-1)
+                spoil[spoil.abs().argmax() if step < 4 else 7] *= (4, 0.25, -1, 0.01)[step % 4]
+                publisher.publish(policy.weights)
+        assert knows == (not [name for name in compared if "scale" not in name])
+        refs = [(name, entry.patch) for one in History(store).manifests() for name, entry in one.views.items()]
+        patches.append([(name, (store / patch.name).read_bytes()) for name, patch in refs if patch is not None])
+    assert len(patches[0]) == 8 * len(FORMATS)
+    assert patches[0] == patches[1]
 
 
 def test_a_view_is_added_and_left_out_and_keeps_its_form(store: Any) -> None:

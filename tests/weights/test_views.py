@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pulse_rl as pulse
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, whole
-from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.changes import Changes, SectionChanges
 from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.fp8 import Fp8
 from pulse_rl.weights.views.quantised import Quantised
@@ -105,23 +105,41 @@ def test_a_view_that_follows_is_one_that_looks(scales: Any, which: tuple[Any, st
             flat[at] = torch.from_numpy(random.normal(size=count) * 2.0 ** random.integers(-9, 3)).to(torch.bfloat16)
             if random.random() < 0.3:
                 flat.mul_(0.25)
-        follows.follow(list(parts_of(before, live, random)))
+        codes = {name: everything(bits).copy() for name, bits in follows.items()}
+        for one in follows.follow(sections_of(before, live, random)):
+            check_before(one, codes, follows)
         looks.look()
         for name in follows:
             assert np.array_equal(everything(follows[name]), everything(looks[name])), name
 
 
-def parts_of(before: dict[str, Any], live: dict[str, Any], random: Any) -> Iterator[tuple[str, Box, Changes]]:
+def sections_of(before: dict[str, Any], live: dict[str, Any], random: Any) -> Iterator[SectionChanges]:
     """What changed, in two boxes of each tensor."""
     for name, old in before.items():
         shape = tuple(live[name].shape)
-        cut = int(random.integers(0, shape[-1] + 1))
+        cut, counts, found = int(random.integers(0, shape[-1] + 1)), [], list[Changes]()
+        places = []
         for first, last in ((0, cut), (cut, shape[-1])):
-            box = Box((*(0 for _ in shape[1:]), first), (*shape[:-1], last - first))
+            places.append(Box((*(0 for _ in shape[1:]), first), (*shape[:-1], last - first)))
             inner = (*(slice(None) for _ in shape[1:]), slice(first, last))
             one, other = (bits.reshape(shape)[inner].reshape(-1) for bits in (old, raw(live[name])))
             at = np.flatnonzero(one != other).astype(np.uint32)
-            yield name, box, Changes(at, one[at])
+            counts.append(len(at))
+            found.append(Changes(at, one[at]))
+        changes = Changes(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        yield SectionChanges((name,), places, np.array(counts), changes)
+
+
+def check_before(one: SectionChanges, before: dict[str, Any], view: Quantised) -> None:
+    """What is said of a tensor is which of its codes have changed, and what they were."""
+    (name,), ends = one.names, np.cumsum(one.counts)
+    for place, a, b in zip(one.places, ends - one.counts, ends, strict=True):
+        slices = place.slices(whole(view[name].shape))
+        was, now = (
+            bits.reshape(view[name].shape)[slices].reshape(-1) for bits in (before[name], everything(view[name]))
+        )
+        assert np.array_equal(one.changes.indices[a:b], np.flatnonzero(was != now))
+        assert np.array_equal(one.changes.values[a:b], was[was != now])
 
 
 def everything(bits: Bits) -> Any:

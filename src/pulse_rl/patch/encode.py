@@ -151,31 +151,34 @@ def find(
     digest_old: bool = False,
     tied: Mapping[str, str] | None = None,
     recorder: Recorder | None = None,
-    since: Since | None = None,
+    scan: Scan | Since | None = None,
     hold_nbytes: float = 0,
 ) -> FoundChanges:
     """Find the changes of the pieces that this process owns, to be coded once with each codec.
 
     old, new: the same tensors in canonical order, old in the same pieces as new or larger ones. digest_old: whether to
     add up the digest of old too. tied: further names → the name that stands for them. recorder: gets the old bits of
-    all that changes. since: finds what changes in old's place, which is then the new weights themselves. hold_nbytes:
-    of changes to hold until `code`; more are coded at once. Reads the new weights once, and old until all is coded.
+    all that changes. scan: finds what changes, and a `Since` what is old too, which is then given as the new weights.
+    hold_nbytes: of changes to hold until `code`; more are coded at once. Reads the new weights once, and old until all
+    is coded.
     """
     held = _Held(hold_nbytes)
     codings = [_Coding(codec) for codec in codecs]
     table = derived(new, entries_of)
     groups = groups_of(table)
-    scan = Scan(old, new, table, digest_old) if since is None else since
+    since = scan if isinstance(scan, Since) else None
+    scan = scan or Scan(old, new, table, digest_old)
     counts: list[NDArray[np.int64]] = []
     nonfinite, spoilt = 0, ""
     lying = None  # where the old bits are, for codecs that read them
     if since is None and any(codec.conditional for codec in codecs):
         lying = derived(derived(old, each_alone), locate, table, groups, device_for(old.values()))
-    for group, first, section, entries in sections_of(Segments(table, groups)):
+    for one in sections_of(Segments(table, groups)):
+        group, first, section, entries = one
         sections = [section]
         segments = _Segments(group, entries, old, lying, first, since)
         done = 0  # of these
-        for edges, (indices, values), replaced in scan.find(group, entries):
+        for edges, (indices, values), replaced in scan.find(one):
             changed = np.diff(edges)
             counts.append(changed)
             marked = not_finite(values, entries[0].dtype)

@@ -23,7 +23,7 @@ from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.segments import CutGroup, Entry, Segments
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
-from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.changes import Changes, SectionChanges
 from pulse_rl.weights.layout import Layout, derived
 
 MERGED = 1 << 20  # elements of two overlays that are merged at once, in memory
@@ -67,6 +67,11 @@ class PatchSection(NamedTuple):
     def itemsize(self) -> int:
         """Bytes of an element."""
         return ITEMSIZES[self.group.dtype]
+
+    @property
+    def numbers(self) -> slice:
+        """Which of the patch's segments are its own."""
+        return slice(self.first, self.first + len(self.section.names) * len(self.section.places))
 
 
 def sections_of(segments: Segments) -> list[PatchSection]:
@@ -251,6 +256,17 @@ class Overlay:
         """All elements that it holds, part by part."""
         for column in self._columns.values():
             yield from column.parts()
+
+    def sections(self) -> Iterator[SectionChanges]:
+        """The same, section by section."""
+        for sections, edges, indices, values in self._columns.values():
+            at = 0
+            for names, places in sections:
+                end = at + len(names) * len(places)
+                own = slice(edges[at], edges[end])
+                changes = Changes(indices[own], values[own])
+                yield SectionChanges(names, places, np.diff(edges[at : end + 1]), changes)
+                at = end
 
     def on(self, several: Sequence[Segments]) -> list[Laid] | None:
         """What it holds by the segments of the parts of a patch; None where these are cut otherwise."""

@@ -19,6 +19,7 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map, sliced
 from pulse_rl.patch.on_device import differing
+from pulse_rl.patch.overlay import PatchSection
 from pulse_rl.patch.segments import CACHED_PLACES, CutGroup, Entry
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, lying_itemsize
@@ -87,8 +88,9 @@ class Scan:
     elements: int = 0
     nbytes: int = 0  # of all changes
 
-    def find(self, group: CutGroup, entries: Sequence[Entry]) -> Iterator[Found]:
-        """The changes of all segments of a group, in order, of one or more at a time. entries: its tensors."""
+    def find(self, one: PatchSection) -> Iterator[Found]:
+        """The changes of all segments of a group, in order, of one or more at a time."""
+        group, entries = one.group, one.entries
         elements = int(group.sizes.sum()) * len(entries)
         if elements == 0:
             return

@@ -1,12 +1,12 @@
-"""What changed since an older version, from the overlay that holds what was overwritten since.
+"""What changed, where it is known which elements may have: then nothing else is looked at.
 
-It stands in for `scan.Scan` where the newest bits lie in plain host memory and the overlay is cut as a patch of them:
-then nothing else is looked at.
+Both classes stand in for `scan.Scan`, where the newest bits lie in plain host memory. `Since` finds what changed since
+an older version, whose bits only the overlay holds that was kept of what was overwritten since. `Known` finds what
+changed since a version whose bits lie in other memory, as those of a view's baseline.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +18,13 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.parallel import ordered_map, sliced
 from pulse_rl.patch.live import each_alone
-from pulse_rl.patch.overlay import Laid, Overlay
-from pulse_rl.patch.scan import Found
-from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
+from pulse_rl.patch.overlay import Laid, Overlay, PatchSection
+from pulse_rl.patch.scan import Found, Scan
+from pulse_rl.patch.segments import CutGroup, Segments, groups_of
 from pulse_rl.patch.table import entries_of
 from pulse_rl.patch.targets import locate
-from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import Changes, SectionChanges
 from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.layout import Layout, derived
 
@@ -43,19 +44,15 @@ class Since:
 
     def __init__(self, laid: Laid, spots: cpu.Spots) -> None:
         self._laid, self._spots = laid, spots
-        self._at = 0  # the first segment of the next group
         self.delta = 0  # new digest minus old digest
         self.diff_s = 0.0  # summed over threads
 
     @classmethod
     def of(cls, overlay: Overlay, newest: Layout) -> "Since | None":
         """overlay: what the older version held, over the newest. None where only a `Scan` can find what changed."""
-        table = derived(newest, entries_of)
-        groups = groups_of(table)
-        spots, windows = derived(derived(newest, each_alone), locate, table, groups, HOST)[:2]
-        plain = bool(((spots.addresses > 0) & (windows.runs == cpu.WHOLE)).all())
-        laid = overlay.on([Segments(table, groups)]) if plain else None
-        return None if laid is None else cls(laid[0], spots._replace(times=np.ones_like(spots.times)))
+        table, spots = derived(newest, entries_of), plain_spots(newest)
+        laid = overlay.on([Segments(table, groups_of(table))]) if spots is not None else None
+        return None if laid is None or spots is None else cls(laid[0], spots)
 
     def older(self, group: CutGroup, first: int, read: Read) -> OldReader:
         """Reads the bits of a group's segments in the older version.
@@ -70,27 +67,63 @@ class Since:
 
         return OldReader(lambda number: self._laid.over(first + number, read(number)), copy)
 
-    def find(self, group: CutGroup, entries: Sequence[Entry]) -> Iterator[Found]:
-        """The changes of all segments of the next group, in order, of some at a time. entries: its tensors."""
-        numbers = np.arange(self._at, self._at + len(group.places) * len(entries))
-        self._at += len(numbers)
-        held = self._laid.of(numbers, ITEMSIZES[group.dtype])
-        for compared in ordered_map(partial(self._compare, numbers, held), sliced(held.counts, AT_ONCE)):
+    def find(self, one: PatchSection) -> Iterator[Found]:
+        """The changes of all segments of a group, in order, of some at a time."""
+        held = self._laid.of(np.arange(one.numbers.start, one.numbers.stop), one.itemsize)
+        for compared in compare_held(self._spots.of(one.numbers), held):
             self.delta += compared.delta
             self.diff_s += compared.diff_s
             yield compared.found
 
-    def _compare(self, numbers: NDArray[np.int64], held: cpu.Elements, some: slice) -> _Compared:
-        """Look at some of the segments of these numbers. held: what the older version held of all of them."""
+
+def compare_held(spots: cpu.Spots, held: cpu.Elements) -> Iterator[_Compared]:
+    """Look at elements of which it is known what an older version held, of some segments at a time.
+
+    spots: where the segments are. held: what the older version held.
+    """
+
+    def compare(some: slice) -> _Compared:
         clock = time.perf_counter()
         begin, counts = int(held.counts[: some.start].sum()), held.counts[some]
         edges = np.append(0, np.cumsum(counts))
         part = slice(begin, begin + int(edges[-1]))
         indices, old = held.indices[part], held.values[part]
         new = np.empty_like(old)
-        gained = cpu.spots_delta(self._spots.of(numbers[some]), counts, indices, old, before=new)
+        gained = cpu.spots_delta(spots.of(some), counts, indices, old, before=new)
         changed = new != old  # an element may have its older bits again
         if not changed.all():
             edges = np.append(0, np.cumsum(changed))[edges]
             indices, old, new = indices[changed], old[changed], new[changed]
         return _Compared(Found(edges, Changes(indices, new), old), -gained, time.perf_counter() - clock)
+
+    return ordered_map(compare, sliced(held.counts, AT_ONCE))
+
+
+def plain_spots(tensors: Layout) -> cpu.Spots | None:
+    """Where the segments of a patch of these tensors lie; None unless all of them are plain host memory."""
+    table = derived(tensors, entries_of)
+    spots, windows = derived(derived(tensors, each_alone), locate, table, groups_of(table), HOST)[:2]
+    plain = bool(((spots.addresses > 0) & (windows.runs == cpu.WHOLE)).all())
+    return spots._replace(times=np.ones_like(spots.times)) if plain else None
+
+
+class Known(Scan):
+    """Compares two states of weights as a Scan does, but where it is known which elements may differ only these.
+
+    known: of some sections, what old holds of these elements.
+    """
+
+    def __init__(self, old: Mapping[str, Bits], new: Layout, known: Sequence[SectionChanges]) -> None:
+        super().__init__(old, new, derived(new, entries_of), digest_old=False)
+        self._spots = plain_spots(new)
+        self._known = {(one.names, one.places): cpu.Elements(one.counts, *one.changes) for one in known}
+
+    def find(self, one: PatchSection) -> Iterator[Found]:
+        held = self._known.get((one.section.names, one.section.places))
+        if held is None or self._spots is None:
+            yield from super().find(one)
+            return
+        for compared in compare_held(self._spots.of(one.numbers), held):
+            self.delta += compared.delta
+            self.diff_s += compared.diff_s
+            yield compared.found

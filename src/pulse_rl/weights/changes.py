@@ -4,7 +4,7 @@ The unit of work is a segment (at most `SEGMENT` elements of one tensor): small 
 scratch memory is bounded, large enough to keep a thread busy for a while.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels import cpu
+from pulse_rl.weights.boxes import Box
 
 
 class Changes(NamedTuple):
@@ -19,6 +20,25 @@ class Changes(NamedTuple):
 
     indices: NDArray[np.uint32]  # (k,), strictly increasing, relative to the segment's start
     values: UIntArray  # (k,), the new bits at them
+
+
+class SectionChanges(NamedTuple):
+    """Changes of the same places of several tensors, place by place and of each place tensor by tensor."""
+
+    names: tuple[str, ...]  # of the tensors
+    places: Sequence[Box]
+    counts: NDArray[np.int64]  # (places · tensors,)
+    changes: Changes  # of all of them; indices count in a place
+
+    def of(self, tensors: NDArray[np.bool_]) -> "SectionChanges":
+        """Those of some tensors."""
+        if tensors.all():
+            return self
+        chosen = np.tile(tensors, len(self.places))
+        each = np.repeat(chosen, self.counts)
+        names = tuple(name for name, taken in zip(self.names, tensors, strict=True) if taken)
+        indices, values = self.changes
+        return SectionChanges(names, self.places, self.counts[chosen], Changes(indices[each], values[each]))
 
 
 def find_changes(old: UIntArray, new: UIntArray) -> Changes:

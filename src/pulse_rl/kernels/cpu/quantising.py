@@ -1,9 +1,12 @@
-"""Quantise bfloat16 in blocks: the largest magnitude of each, the codes under given factors, and what a change does.
+"""Quantise bfloat16 in blocks: the largest magnitude of each, the codes under given factors, and what changes do.
 
 A stack of matrices is (rows, columns) of bfloat16 bits, one matrix after another. The blocks of each lie in a grid,
 those at the right and lower edge cut off; the rows of all grids follow one another, too. A value becomes a code in one
 of three ways: multiplied by the block's factor, divided by it, or divided by it and rounded to bfloat16 first. The
 factors themselves are made in `weights.views.rules`.
+
+All blocks of a view have numbers, and each has a mark while changes are followed: `touch` finds which blocks changes
+are in, and `requantise` writes codes and says what they were, of many tensors in a call.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -15,8 +18,10 @@ from numpy.typing import NDArray
 from pulse_rl.kernels.cpu.arrays import read_only
 from pulse_rl.kernels.cpu.compiled import inlined, kernel
 from pulse_rl.kernels.cpu.loco import FORMATS, bits_of, float_of, rounded
+from pulse_rl.kernels.cpu.spots import ask_for, load, store
 
 MULTIPLIED, DIVIDED, DIVIDED_NARROW = 0, 1, 2  # how a value becomes a code
+UNTOUCHED, TOUCHED, STALE, RESCALED = map(np.uint8, range(4))  # marks of blocks
 _MAGNITUDE = np.uint16(0x7FFF)
 _E4M3, _BF16 = FORMATS["float8_e4m3fn"], FORMATS["bfloat16"]
 
@@ -29,6 +34,14 @@ class BlockGrid(NamedTuple):
     height: int  # rows of a matrix
 
 
+# A part of a tensor in which elements change, and the stack that it lies in: where this has its bits and its codes, the
+# number of its first block, how many of these are beside each other, and its columns; then its grid. Then how many
+# rows and columns of how many matrices the part has, where it begins, its changes among those of all, and its elements.
+_STACK = ("blocks", "across", "columns", "block_rows", "block_columns", "height")
+_PART = ("first", "column", "rows", "width", "begin", "end", "size")
+PLACE = np.dtype([("source", np.uint64), ("codes", np.uint64), *((name, np.int64) for name in (*_STACK, *_PART))])
+
+
 @inlined
 def _down(row, grid):
     """In which row of blocks a row lies."""
@@ -36,10 +49,12 @@ def _down(row, grid):
 
 
 @kernel
-def _largest(bits, grid, first, largest):
+def _largest(bits, grid, first, marks, largest):
     for row in range(bits.shape[0]):
         down = _down(first + row, grid)
         for across in range(largest.shape[1]):
+            if marks[down, across] != STALE:
+                continue
             line = bits[row, across * grid.columns : (across + 1) * grid.columns]
             found = largest[down, across]
             for i in range(line.shape[0]):
@@ -48,13 +63,15 @@ def _largest(bits, grid, first, largest):
             largest[down, across] = found
 
 
-def largest(bits: NDArray[np.uint16], grid: BlockGrid, first: int, found: NDArray[np.uint16]) -> None:
-    """Raise what was found of each block to the largest magnitude in some rows.
+def largest(
+    bits: NDArray[np.uint16], grid: BlockGrid, first: int, marks: NDArray[np.uint8], found: NDArray[np.uint16]
+) -> None:
+    """Raise what was found of each block that is STALE to the largest magnitude in some rows.
 
-    bits: (n, columns), the rows from `first` on. found: (blocks down, blocks across), of all rows; bits without their
-    sign, among which NaN is the largest.
+    bits: (n, columns), the rows from `first` on. marks, found: (blocks down, blocks across), of all rows; bits without
+    their sign, among which NaN is the largest.
     """
-    _largest(read_only(bits), grid, first, found)
+    _largest(read_only(bits), grid, first, read_only(marks), found)
 
 
 @inlined
@@ -102,63 +119,153 @@ def quantise(
     _quantise(read_only(bits), grid, first, read_only(factors), how, codes)
 
 
+@inlined
+def _flat(place, i):
+    """Where an element of a place lies in its stack."""
+    row, column = i // place.width, i % place.width
+    row = place.first + row // place.rows * place.height + row % place.rows
+    return row * place.columns + place.column + column
+
+
+@inlined
+def _block(place, flat):
+    """The number of an element's block."""
+    grid = BlockGrid(place.block_rows, place.block_columns, place.height)
+    down, across = _down(flat // place.columns, grid), flat % place.columns // place.block_columns
+    return place.blocks + down * place.across + across
+
+
 @kernel
-def _touch(flat, old, new, grid, columns, found, stale):
-    for i in range(flat.shape[0]):
-        at = np.int64(flat[i])
-        down, across = _down(at // columns, grid), at % columns // grid.columns
-        before, after = np.uint16(old[i] & _MAGNITUDE), np.uint16(new[i] & _MAGNITUDE)
-        if after >= found[down, across]:
-            found[down, across] = after
-        elif before == found[down, across]:
-            stale[down, across] = True
+def _touch(places, indices, old, largest, marks, seen, touched):
+    flats, blocks, new = seen
+    count = 0
+    for s in range(places.shape[0]):
+        place = places[s]
+        for k in range(place.begin, place.end):  # ask for the cache lines: a load waits for those before it
+            flats[k] = _flat(place, np.int64(indices[k]))
+            ask_for(new, place.source, flats[k])
+        for k in range(place.begin, place.end):
+            new[k] = load(new, place.source, flats[k])
+            block = _block(place, flats[k])
+            blocks[k] = block
+            if marks[block] == UNTOUCHED:
+                marks[block] = TOUCHED
+                touched[count] = block
+                count += 1
+            before, after = np.uint16(old[k] & _MAGNITUDE), np.uint16(new[k] & _MAGNITUDE)
+            if after >= largest[block]:
+                largest[block] = after
+            elif before == largest[block]:
+                marks[block] = STALE
+    return count
+
+
+class Seen(NamedTuple):
+    """Changed elements, (k,) each."""
+
+    flats: NDArray[np.int64]  # where they lie in their stacks
+    blocks: NDArray[np.int64]
+    new: NDArray[np.uint16]  # their bits
 
 
 def touch(
-    flat: NDArray[np.uint32],
+    places: NDArray[np.void],
+    indices: NDArray[np.uint32],
     old: NDArray[np.uint16],
-    new: NDArray[np.uint16],
-    grid: BlockGrid,
-    columns: int,
-    found: NDArray[np.uint16],
-    stale: NDArray[np.bool_],
-) -> None:
-    """Bring the largest magnitudes of blocks up to date with changed elements.
+    largest: NDArray[np.uint16],
+    marks: NDArray[np.uint8],
+) -> tuple[Seen, NDArray[np.int64]]:
+    """Find in which blocks elements have changed, and raise the largest magnitudes of these.
 
-    flat: (k,) their flat positions; old, new: (k,) their bits. found: (blocks down, blocks across), as before. stale:
-    the same shape; gets True where the largest one became smaller, so that the block has to be looked through.
+    places: (n,) PLACE. indices: (k,) in their places; old: (k,) the bits before. largest, marks: (blocks,). Blocks that
+    were UNTOUCHED become TOUCHED, or STALE where the largest magnitude became smaller and has to be looked for.
+    Returns the elements as they are, and the blocks that were UNTOUCHED.
     """
-    _touch(read_only(flat), read_only(old), read_only(new), grid, columns, found, stale)
+    size = len(indices)
+    seen = Seen(np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint16))
+    touched = np.empty(min(size, len(marks)), np.int64)
+    count = _touch(read_only(places), read_only(indices), read_only(old), largest, marks, seen, touched)
+    return seen, touched[:count]
+
+
+@inlined
+def _write(place, flat, bits, factor, how, i, changed, count):
+    """Write the code of an element; where it changes, its index and the code before. Returns how many have changed."""
+    indices, codes = changed
+    before, after = load(codes, place.codes, flat), np.uint8(_code(bits, factor, how))
+    if before == after:
+        return count
+    store(codes, place.codes, flat, after)
+    indices[count], codes[count] = i, before
+    return count + 1
 
 
 @kernel
-def _requantise(flat, new, grid, columns, factors, how, codes):
-    for i in range(flat.shape[0]):
-        at = np.int64(flat[i])
-        row, column = at // columns, at % columns
-        factor = factors[_down(row, grid), column // grid.columns]
-        codes[row, column] = _code(new[i], factor, how)
+def _requantise(places, indices, seen, marks, made_for, factors, how, counts, changed):
+    flats, blocks, new = seen
+    count = 0
+    for s in range(places.shape[0]):
+        place, first = places[s], count
+        k, i = place.begin, np.int64(0)
+        if place.size == 0:
+            for j in range(place.begin, place.end):
+                ask_for(changed[1], place.codes, flats[j])
+            for j in range(place.begin, place.end):
+                factor = factors[made_for[blocks[j]]]
+                count = _write(place, flats[j], new[j], factor, how, indices[j], changed, count)
+        while i < place.size:  # all that lies in one block and row
+            flat = _flat(place, i)
+            block, column = _block(place, flat), flat % place.columns
+            stop = i + min(place.width - i % place.width, place.block_columns - column % place.block_columns)
+            factor = factors[made_for[block]]
+            for j in range(i, stop if marks[block] == RESCALED else i):
+                bits = load(new, place.source, flat + j - i)
+                count = _write(place, flat + j - i, bits, factor, how, np.uint32(j), changed, count)
+            while k < place.end and np.int64(indices[k]) < stop:
+                if marks[block] != RESCALED:
+                    count = _write(place, flats[k], new[k], factor, how, indices[k], changed, count)
+                k += 1
+            i = stop
+        counts[s] = count - first
+    return count
 
 
 def requantise(
-    flat: NDArray[np.uint32],
-    new: NDArray[np.uint16],
-    grid: BlockGrid,
-    columns: int,
+    places: NDArray[np.void],
+    indices: NDArray[np.uint32],
+    seen: Seen,
+    marks: NDArray[np.uint8],
+    made_for: NDArray[np.uint16],
     factors: NDArray[np.float32],
     how: int,
-    codes: NDArray[np.uint8],
-) -> None:
-    """Write the codes of changed elements. codes: (rows, columns), all; flat, new: as for `touch`."""
-    _requantise(read_only(flat), read_only(new), grid, columns, read_only(factors), how, codes)
+    most: int,
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint8]]:
+    """Write the codes of changed elements, and of all elements of blocks that are RESCALED.
+
+    places, indices, marks: as for `touch`, which has `seen` these elements. Only places whose `size` is not 0 may have
+    RESCALED blocks. made_for: (blocks,) which magnitude each scale was made for. factors: (32768,) of each magnitude.
+    most: how many codes can change. Returns how many have changed in each place, their indices in it, ascending, and
+    the codes before.
+    """
+    counts = np.empty(len(places), np.int64)
+    changed = np.empty(most, np.uint32), np.empty(most, np.uint8)
+    read = Seen(read_only(seen.flats), read_only(seen.blocks), read_only(seen.new))
+    inputs = read_only(places), read_only(indices), read, read_only(marks)
+    count = _requantise(*inputs, read_only(made_for), read_only(factors), how, counts, changed)
+    return counts, changed[0][:count].copy(), changed[1][:count].copy()
 
 
 def warm() -> None:
     """Compile them all."""
     bits, grid = np.zeros((2, 64), np.uint16), BlockGrid(1, 32, 2)
-    found, codes = np.zeros((2, 2), np.uint16), np.zeros((2, 64), np.uint8)
-    flat, factors = np.arange(4, dtype=np.uint32), np.ones((2, 2), np.float32)
-    largest(bits, grid, 0, found)
-    quantise(bits, grid, 0, factors, MULTIPLIED, codes)
-    touch(flat, bits[0, :4].copy(), bits[0, :4].copy(), grid, 64, found, np.zeros((2, 2), np.bool_))
-    requantise(flat, bits[0, :4].copy(), grid, 64, factors, MULTIPLIED, codes)
+    found, codes, marks = np.zeros((2, 2), np.uint16), np.zeros((2, 64), np.uint8), np.full((2, 2), STALE)
+    largest(bits, grid, 0, marks, found)
+    quantise(bits, grid, 0, np.ones((2, 2), np.float32), MULTIPLIED, codes)
+    place = np.zeros(1, PLACE)
+    place["source"], place["codes"] = bits.ctypes.data, codes.ctypes.data
+    place["columns"] = place["width"] = 64
+    place["block_rows"] = place["rows"] = 1
+    place["height"], place["block_columns"], place["across"], place["end"] = 2, 32, 2, 4
+    flat, factors = np.arange(4, dtype=np.uint32), np.ones(1 << 15, np.float32)
+    seen, _ = touch(place, flat, bits[0, :4].copy(), found.reshape(-1), marks.reshape(-1))
+    requantise(place, flat, seen, marks.reshape(-1), found.reshape(-1), factors, MULTIPLIED, 4)

@@ -115,7 +115,7 @@ def ask_for(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
-def _store(typingctx: Any, values: Any, address: Any, index: Any, value: Any) -> Any:
+def store(typingctx: Any, values: Any, address: Any, index: Any, value: Any) -> Any:
     """Set the element at an index from an address on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -215,7 +215,7 @@ def _write_spots(spots, counts, indices, values):
                     if turn == 0:
                         ask_for(values, address, at)
                     elif turn == 1:
-                        _store(values, address, at, values[j])
+                        store(values, address, at, values[j])
                     elif load(values, address, at) != values[j]:
                         wrong = np.int64(s)
                 k += counts[s]

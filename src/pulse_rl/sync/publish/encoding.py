@@ -24,11 +24,13 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import EncodedPatch, FoundChanges, find
 from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Overlay, Recorder
+from pulse_rl.patch.since import Known
 from pulse_rl.sync.publish.baseline import KeptOn, clone
 from pulse_rl.sync.publish.successor import check_parts
 from pulse_rl.sync.shares import Share, unequal_replicas
 from pulse_rl.weights import digests, finite
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.layout import Layout, derived
 
 log = logger(__name__)
@@ -107,12 +109,14 @@ class Encoder:
         keep_nbytes: float = 0,
         hold_nbytes: float = 0,
         count: bool = False,
+        known: Sequence[SectionChanges] | None = None,
     ) -> NewVersion:
         """Find the changes since the base. A collective.
 
         bandwidth: bits per second of the link that the codec is chosen for; None if it is not known. keep_nbytes: up to
         which what the changes overwrite is kept. hold_nbytes: up to which they are held for `code`. count: whether to
-        count the base, which may hold other bits. Raises IntegrityError if it does, and ExchangeError if replicas
+        count the base, which may hold other bits. known: of some sections, all elements that may have changed, as they
+        are in the base; None if nothing is known. Raises IntegrityError for other bits, and ExchangeError if replicas
         differ.
         """
         ranks, before = self._ranks, int(base.state.digest, 16)
@@ -127,6 +131,7 @@ class Encoder:
                     digest_old=count,
                     tied=share.plan.tied,
                     recorder=recorder,
+                    scan=None if known is None else Known(base.tensors, share.own, known),
                     hold_nbytes=hold_nbytes,
                 )
                 replaced = _overlay(recorder, version)

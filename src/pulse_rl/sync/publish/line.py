@@ -3,6 +3,7 @@
 A version is found, coded and moved here; `pipeline` says when, and what follows.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pulse_rl.group.ranks import Ranks
@@ -16,6 +17,7 @@ from pulse_rl.sync.publish.position import Position
 from pulse_rl.sync.publish.report import nonfinite_warning
 from pulse_rl.sync.publish.skips import MAX_OVERLAY
 from pulse_rl.sync.publish.successor import check_readable, check_successor, new_manifest, next_version
+from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.names import warn_of_prefix
 
 log = logger(__name__)
@@ -35,10 +37,17 @@ class Line:
         self.position, self.delivery = position, delivery
         self._ranks, self._encoder, self._anchor_every = ranks, encoder, anchor_every
 
-    def find(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
+    def find(
+        self,
+        start: VersionStart,
+        given: Given,
+        request: Request,
+        clock: Clock,
+        known: Sequence[SectionChanges] | None = None,
+    ) -> Attempt:
         """Find what the next version changes; for the first one, or without a baseline, copy the weights.
 
-        A collective. From here on the baseline is the attempt's, until it is settled.
+        known: as of `Encoder.find`. A collective. From here on the baseline is the attempt's, until it is settled.
         """
         head, base, share = start.head, start.base, given.share
         if head is not None:
@@ -63,6 +72,7 @@ class Line:
                 start.bandwidth,
                 keep_nbytes=held * MAX_OVERLAY,
                 hold_nbytes=held * MAX_HELD if request.background else 0,
+                known=known,
             )
             anchor = request.anchor or start.sequence - head.anchor_sequence >= self._anchor_every
             nonfinite = head.nonfinite

@@ -79,7 +79,7 @@ def find_skip(overlay: Overlay, newest: Layout, codec: Codec) -> Coded:
     """
     since = Since.of(overlay, newest)
     older = overlay.over(newest) if since is None else newest
-    (coded,) = encode.find(older, newest, codecs=[codec], tied=newest.tied, since=since).code()
+    (coded,) = encode.find(older, newest, codecs=[codec], tied=newest.tied, scan=since).code()
     return coded
 
 

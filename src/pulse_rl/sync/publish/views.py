@@ -22,6 +22,7 @@ from pulse_rl.sync.publish.intake import Given, Request
 from pulse_rl.sync.publish.line import Line
 from pulse_rl.sync.publish.position import Position
 from pulse_rl.sync.shares import Share, SharePlan, share_of
+from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.fp8 import Fp8
@@ -75,10 +76,10 @@ class ViewLine:
         token = blake3(f"{version.start.token} {self.name}".encode()).hexdigest(8)
         start = VersionStart(version.start.sequence, token, version.start.bandwidth, head, None)
         start = self._line.position.continue_from(start, share, skip_rebuild=version.base is None)
-        self._ranks.do("quantise", lambda: _follow(codes, version, start, fresh=fresh))
+        known = self._ranks.do("quantise", lambda: _follow(codes, version, start, fresh=fresh))
         request = Request(None, version.manifest.version, anchored, False, None, None, None, None)
         given = Given(share, self._files(version), None)
-        attempt = self._line.find(start, given, request, version.clock)
+        attempt = self._line.find(start, given, request, version.clock, known)
         self._attempt = attempt, codes
         return InView(self._form, self._line.delivery, self._line.advance(attempt))
 
@@ -107,12 +108,12 @@ class ViewLine:
             self._codes = codes
 
 
-def _follow(codes: _Codes, version: Attempt, start: VersionStart, *, fresh: bool) -> None:
-    """Bring codes up to a version."""
+def _follow(codes: _Codes, version: Attempt, start: VersionStart, *, fresh: bool) -> list[SectionChanges] | None:
+    """Bring codes up to a version. Returns what they held before that may have changed; None if it is not known."""
     replaced = version.new.replaced
     if fresh and start.base is not None:
         codes.quantised.go_on(start.base.tensors)
     if fresh or replaced is None:
         codes.quantised.look()
-    else:
-        codes.quantised.follow(replaced.replaced())
+        return None
+    return codes.quantised.follow(replaced.sections())
