@@ -12,7 +12,7 @@ DEEPSPEED := deepspeed==0.19.8
 VERL := verl==0.9.1
 VERL_BIN := .venv-verl/bin
 # More processes than cores: many tests wait. A process without tests left takes some of another one's.
-PARALLEL := -n 4 --dist worksteal
+PARALLEL := -n 6 --dist worksteal
 
 .PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check dist clean
 

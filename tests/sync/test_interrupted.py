@@ -84,8 +84,7 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: py
     return where
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("background", "fails"), [(False, False), (True, True)])
 def test_interrupted_at_every_line(background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     line = 1
     while _interrupted_at(line, background=background, fails=fails, monkeypatch=monkeypatch) is not None:
