@@ -20,7 +20,7 @@ from pulse_rl.errors import StoreError
 from pulse_rl.flow.driver.watching import RunSource
 from pulse_rl.html.page import Page
 from pulse_rl.watch import live
-from pulse_rl.watch.live import Watched
+from pulse_rl.watch.live import Glance, Line, Watched
 from pulse_rl.watch.store_page import StoreSource
 from tests.pages.made_run import HOSTILE, MadeRun
 
@@ -41,6 +41,9 @@ class Counted:
         page = Page(self.name, "always the same")
         page.numbers([("looks", str(self.looks), "")])
         return page
+
+    def glance(self) -> Glance:
+        return Glance(self.name, [Line(self.name, self.looks, None, 90.0, "ok", ())], None)
 
 
 def visit(
@@ -103,6 +106,11 @@ def test_a_source_that_cannot_be_read_says_so_and_comes_back() -> None:
             while "the store is away" not in texts or texts.count("looks") < 4:
                 texts += "".join(html for event in await events(answer, 1) for _, html, _ in event["blocks"])
         assert "cannot be read: StoreError: the store is away" in texts
+        # A line of each at the top, also of the one that cannot be read.
+        came = '</td><td>90 s ago</td><td>–</td><td class="words"><span>ok</span></td>'
+        assert f"<span>a</span></td><td>1{came}" in texts
+        assert f"<span>b</span></td><td>3{came}" in texts
+        assert '<span>b</span></td><td>–</td><td>–</td><td>–</td><td class="words"><span>cannot be read' in texts
 
     visit([Counted("a"), Counted("b", fails=(2,))], steps)
 
@@ -171,6 +179,20 @@ def test_a_run_and_a_store_are_shown_as_they_are(tmp_path: Path) -> None:
     assert '<dd class="value">3</dd>' in page.blocks[2].html
     (patches,) = (block.spec for block in page.blocks if block.spec and "Bytes" in block.html)
     assert [row["y"] for row in patches["data"]["values"]] == sizes[1:]
+
+    done = CliRunner().invoke(app, ["watch", "--json", str(run.directory), str(tmp_path / "store"), "--max-lag", "1"])
+    made, kept = json.loads(done.stdout)
+    (line,) = made["lines"]
+    assert (line["of"], line["version"], line["behind"]) == (str(run.directory), 20, 3)  # as was shown last
+    assert line["verdict"] == "stopped, behind"
+    assert line["alarms"][0]["sentence"].startswith("behind by more than 1: worker-3 4 versions")
+    assert made["details"]["policies"]["solver"]["steps"] == 20
+    (line,) = kept["lines"]
+    assert (line["version"], line["behind"], line["verdict"], line["alarms"]) == (3, None, "ok", [])
+    status = json.loads(CliRunner().invoke(app, ["status", "--json", kept["target"]]).stdout)
+    assert {name: kept["details"][name] for name in status if name not in ("alarms", "listing")} == {
+        name: value for name, value in status.items() if name not in ("alarms", "listing")
+    }
 
 
 def test_a_run_that_is_cut_back_is_drawn_anew(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import typer
 
 from pulse_rl.cli import output
 from pulse_rl.cli.metrics import address
+from pulse_rl.cli.output import AsJson
 from pulse_rl.errors import printable
 
 if TYPE_CHECKING:
-    from pulse_rl.watch.live import Watched
+    from pulse_rl.watch.live import Glance, Watched
 
 
 def watch(
@@ -36,6 +37,7 @@ def watch(
             min=0, help="How many versions a subscriber of a store may be behind; by default any.", show_default=False
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show runs and stores as they go on, on a live page in the browser.
 
@@ -45,15 +47,24 @@ def watch(
     store, from any machine that has them. Start and stop it whenever you like.
 
     On 127.0.0.1 it answers this machine alone; elsewhere, as on 0.0.0.0:8377,
-    only who has the token in the address that it prints.
+    only who has the token in the address that it prints. With --json it looks
+    once, and prints a line of each history and what the page shows of it.
 
     Example: pulse-rl watch runs/math s3://bucket/run-a
     """
     host, port = address(listen, "--listen")
     with output.checking():
         sources = [_source(target, max_lag) for target in targets]
+    if as_json:
+        output.emit([_glance(source) for source in sources])
+        return
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(sources, host, port))
+
+
+def _glance(source: Watched) -> Glance:
+    source.look()
+    return source.glance()
 
 
 async def _serve(sources: list[Watched], host: str, port: int) -> None:

@@ -1,8 +1,8 @@
 """The live page: one server shows any number of runs and stores, and changes what it shows as they do.
 
-A source looks at something and draws a `Page`, as a report is drawn. The server sends the page, and then by
-server-sent events those of its blocks that have changed. It looks only while somebody reads, and so often that looking
-takes at most a `SHARE` of a core.
+A source looks at something and draws a `Page`, as a report is drawn; of several there is a line each above their pages.
+The server sends the page, and then by server-sent events those of its blocks that have changed. It looks only while
+somebody reads, and so often that looking takes at most a `SHARE` of a core.
 
 It listens on this machine alone, to requests that name this machine (a page elsewhere could otherwise let a name of
 its own lead here), or where it is told to listen: then a request needs the token.
@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import msgspec
 
 from pulse_rl.errors import PulseError, one_line, require
-from pulse_rl.html.page import Page
+from pulse_rl.html.page import Page, PageBlock
 from pulse_rl.logs import logger
+from pulse_rl.units import seconds
+from pulse_rl.watch.alarms import Alarm
 from pulse_rl.watch.exporters import HOST
 
 if TYPE_CHECKING:
@@ -39,6 +41,29 @@ T = TypeVar("T")
 LOOPBACK = (HOST, "localhost", "::1")
 
 
+class Line(msgspec.Struct, frozen=True):
+    """A history in a line.
+
+    of: the store, or the run, with its policy where it has several. version: the newest. behind: versions, of who is
+    furthest behind. age_s: seconds since the newest version. verdict: in a word or two.
+    """
+
+    of: str
+    version: int | None
+    behind: int | None
+    age_s: float | None
+    verdict: str
+    alarms: tuple[Alarm, ...]
+
+
+class Glance(msgspec.Struct, frozen=True):
+    """What a page shows, for scripts. details: the summary of a run, the status of a store."""
+
+    target: str
+    lines: list[Line]
+    details: Any
+
+
 class Watched(Protocol):
     """Something to watch."""
 
@@ -46,6 +71,9 @@ class Watched(Protocol):
 
     def look(self) -> Page:
         """Read what is new, in a thread, and draw the page. Raises PulseError, OSError or ValueError."""
+
+    def glance(self) -> Glance:
+        """What the last look has read."""
 
 
 class Paced(Generic[T]):
@@ -81,6 +109,7 @@ class LivePage:
         self._token = token
         self._pages = [Page(source.name, "is being read …") for source in sources]
         self._encoded: list[list[bytes]] = [[] for _ in sources]  # the blocks of each page, as JSON
+        self._lines: list[list[Line]] = [[] for _ in sources]
         self._readers = 0
         self._changed = asyncio.Condition()  # another block, or another reader
 
@@ -101,9 +130,9 @@ class LivePage:
     async def _look(self, number: int) -> None:
         due = time.monotonic()
         for looks in count():
-            page, encoded, took = await asyncio.to_thread(_look, self._sources[number])
+            page, encoded, lines, took = await asyncio.to_thread(_look, self._sources[number])
             async with self._changed:
-                self._pages[number], self._encoded[number] = page, encoded
+                self._pages[number], self._encoded[number], self._lines[number] = page, encoded, lines
                 self._changed.notify_all()
             now = time.monotonic()
             if looks:  # the first one takes in all that was there
@@ -116,7 +145,7 @@ class LivePage:
         """The page as it is now."""
         self._admit(request)
         whole = Page(", ".join(source.name for source in self._sources), "")
-        whole.blocks = [block for page in self._pages for block in page.blocks]
+        whole.blocks = [*self._overview(), *(block for page in self._pages for block in page.blocks)]
         html = await asyncio.to_thread(whole.html, live=True)
         headers = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
         return self._web.Response(text=html, content_type="text/html", headers=headers)
@@ -133,7 +162,7 @@ class LivePage:
             self._changed.notify_all()
         try:
             while True:
-                now = [block for page in self._encoded for block in page]
+                now = [*_encoded(self._overview()), *(block for page in self._encoded for block in page)]
                 await response.write(_event(sent, now))
                 sent = now
                 with suppress(TimeoutError):
@@ -144,6 +173,15 @@ class LivePage:
         finally:
             self._readers -= 1
 
+    def _overview(self) -> list[PageBlock]:
+        """A line of each history, where there are several sources."""
+        if len(self._sources) == 1:
+            return []
+        page = Page("All", "")
+        columns = ("", "newest version", "came", "furthest behind", "verdict")
+        page.table("All runs and stores", columns, [_row(line) for lines in self._lines for line in lines])
+        return page.blocks[-1:]
+
     def _admit(self, request: web.Request) -> None:
         """Refuse a request that does not know the token, or without one, does not name this machine."""
         if self._token is None:
@@ -153,17 +191,32 @@ class LivePage:
             raise self._web.HTTPForbidden(text="the address that `pulse-rl watch` printed ends with ?token=…")
 
 
-def _look(source: Watched) -> tuple[Page, list[bytes], float]:
-    """The page of a source, each of its blocks as the end of a JSON array, and the processor seconds that it took."""
+def _look(source: Watched) -> tuple[Page, list[bytes], list[Line], float]:
+    """The page of a source, its blocks encoded, its lines, and the processor seconds that it took."""
     began = time.thread_time()
     try:
-        page = source.look()
+        page, lines = source.look(), source.glance().lines
     except Exception as error:  # what is wrong with one source must not end the others
         if not isinstance(error, (PulseError, OSError, ValueError)):
             log.exception("%s cannot be shown", source.name)
-        page = Page(source.name, "")
+        page, lines = Page(source.name, ""), [Line(source.name, None, None, None, "cannot be read", ())]
         page.points([f"cannot be read: {type(error).__name__}: {one_line(error)}"], alarm=True)
-    return page, [msgspec.json.encode(block)[1:] for block in page.blocks], time.thread_time() - began
+    return page, _encoded(page.blocks), lines, time.thread_time() - began
+
+
+def _encoded(blocks: Sequence[PageBlock]) -> list[bytes]:
+    """Each as the end of a JSON array."""
+    return [msgspec.json.encode(block)[1:] for block in blocks]
+
+
+def _row(line: Line) -> list[str]:
+    came = "–" if line.age_s is None else f"{seconds(line.age_s)} ago"
+    return [line.of, or_dash(line.version), came, or_dash(line.behind), line.verdict]
+
+
+def or_dash(number: int | None) -> str:
+    """A number in a table."""
+    return "–" if number is None else f"{number:,}"
 
 
 def _event(sent: Sequence[bytes], now: Sequence[bytes]) -> bytes:

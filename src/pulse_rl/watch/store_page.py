@@ -15,7 +15,7 @@ from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis
 from pulse_rl.html.page import Page, Plot
 from pulse_rl.units import nbytes, seconds
 from pulse_rl.watch.alarms import alarms_of_status
-from pulse_rl.watch.live import Paced
+from pulse_rl.watch.live import Glance, Line, Paced, or_dash
 from pulse_rl.watch.measurements import run_name
 
 DRAWN = 10_000  # versions
@@ -45,6 +45,17 @@ class StoreSource:
         self._add(info)
         self._info = info
         return self._draw(info)
+
+    def glance(self) -> Glance:
+        """The store in a line, and its status, as the last look has found it."""
+        info = self._info
+        if info is None:
+            raise ValueError("expected a look before a glance")
+        held = [one.lag for one in info.subscribers or () if one.lag is not None]
+        alarms = alarms_of_status(info, max_lag=self._max_lag)
+        age = max(0.0, time.time() - info.created)
+        line = Line(self.name, info.newest, max(held, default=None), age, info.verdict, alarms)
+        return Glance(self.name, [line], info)
 
     def _with_newest(self, info: Status) -> Status:
         """What is known, with the newest version."""
@@ -76,18 +87,16 @@ class StoreSource:
     def _draw(self, info: Status) -> Page:
         ended = "; its run has ended" if info.ended else ""
         page = Page(f"The store {self.name}", f"{info.versions:,} versions of {nbytes(info.full_nbytes)}{ended}.")
-        alarms = alarms_of_status(info, max_lag=self._max_lag)
-        page.points([*(alarm.sentence for alarm in alarms), *info.problems], alarm=True)
+        (line,) = self.glance().lines
+        page.points([*(alarm.sentence for alarm in line.alarms), *info.problems], alarm=True)
         recent, listing = info.recent, info.listing
-        age = max(0.0, time.time() - info.created)
-        held = [one.lag for one in info.subscribers or () if one.lag is not None]
         page.numbers(
             [
-                ("newest version", f"{info.newest:,}", f"{seconds(age)} ago, by the publisher's clock"),
+                ("newest version", f"{info.newest:,}", f"{seconds(line.age_s or 0.0)} ago, by the publisher's clock"),
                 ("changed", f"{info.density:.3%}" if info.density is not None else "–", "of its elements"),
                 ("bytes of a patch", nbytes(recent.patch_nbytes) if recent else "–", "median of the last versions"),
                 ("reduction", f"{recent.reduction:,.0f} ×" if recent else "–", "fewer bytes than full weights"),
-                ("furthest behind", f"{max(held)}" if held else "–", f"versions, of {len(held)} subscribers"),
+                ("furthest behind", or_dash(line.behind), f"versions, of {len(info.subscribers or ())} subscribers"),
                 ("verdict", info.verdict, "of the store and its subscribers"),
             ]
         )
@@ -125,8 +134,8 @@ class StoreSource:
                     [
                         one.id,
                         one.verdict,
-                        _or_dash(one.version),
-                        _or_dash(one.lag),
+                        or_dash(one.version),
+                        or_dash(one.lag),
                         seconds(one.lag_s) if one.lag_s is not None else "–",
                         f"{seconds(max(0.0, self._all.made - one.seen))} ago",
                         seconds(one.sync_s) if one.sync_s is not None else "–",
@@ -143,7 +152,3 @@ class StoreSource:
             rows = [[name, f"{total.count:,}", nbytes(total.nbytes)] for name, total in found]
             page.table("In the store", ("", "objects", "bytes"), rows, folded=True)
         return page
-
-
-def _or_dash(number: int | None) -> str:
-    return "–" if number is None else f"{number:,}"

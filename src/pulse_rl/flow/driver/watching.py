@@ -22,7 +22,7 @@ from pulse_rl.flow.recipe_file import saved
 from pulse_rl.html.page import Page
 from pulse_rl.units import seconds
 from pulse_rl.watch.alarms import RECENT, Alarm, alarms_of_records
-from pulse_rl.watch.live import Paced
+from pulse_rl.watch.live import Glance, Line, Paced, or_dash
 
 NOTHING: dict[str, Any] = {  # of a run of which its driver has shown nothing yet
     "policies": {},
@@ -67,6 +67,36 @@ class RunSource:
             return report.draw(result, records, self._series)
         return report.draw(self._so_far.get(), records, self._series, lambda page: self._now(page, going_on=going_on))
 
+    def glance(self) -> Glance:
+        """Each policy in a line, and the summary, as the last look has found it."""
+        going_on = run_directory.running(self._recipe.directory)
+        result = None if going_on else self._result()
+        state = "going on" if going_on else "stopped" if result is None else "ended"
+        lines = []
+        for name in self._recipe.trained:
+            newest = self._series[name].last.get("version")
+            behind = [self._behind(name, one["facts"]) for one in self._shown()["workers"].values()]
+            alarms = () if result is not None else self._alarms(name, going_on=going_on)
+            verdict = ", ".join([state, *(alarm.name for alarm in alarms)])
+            of = self.name if self._recipe.only else f"{self.name}: {name}"
+            furthest = max((one for one in behind if one is not None), default=None)
+            lines.append(Line(of, newest, furthest, self._age(name), verdict, alarms))
+        return Glance(self.name, lines, self._so_far.get() if result is None else result)
+
+    def _alarms(self, policy: str, *, going_on: bool) -> tuple[Alarm, ...]:
+        given = self._recipe.policies[policy]
+        if not given.trained:
+            return ()
+        recent = self._readers[policy].records[-RECENT - 1 :]
+        age = self._age(policy) or 0.0
+        return alarms_of_records(policy, recent, bound=given.max_staleness, age_s=age, ended=not going_on)
+
+    def _behind(self, policy: str, facts: Mapping[str, Any]) -> int | None:
+        """How many versions a worker is behind; None where it holds none."""
+        held = facts.get("policies", {}).get(policy, {}).get("version")
+        newest = self._series[policy].last.get("version") if policy in self._series else None
+        return None if held is None or not newest else max(0, newest - held)
+
     def _summary(self) -> dict[str, Any]:
         """The summary of what has come so far."""
         shown = self._shown()
@@ -102,15 +132,11 @@ class RunSource:
     def _now(self, page: Page, *, going_on: bool) -> None:
         """Alarms, and how trainers and workers stand."""
         shown = self._shown()
-        alarms: list[Alarm] = []
+        alarms = [alarm for name in self._readers for alarm in self._alarms(name, going_on=going_on)]
         rows = []
         for name, reader in self._readers.items():
             policy = self._recipe.policies[name]
             age = self._age(name)
-            if policy.trained:
-                recent = reader.records[-RECENT - 1 :]
-                bound, ended = policy.max_staleness, not going_on
-                alarms += alarms_of_records(name, recent, bound=bound, age_s=age or 0.0, ended=ended)
             last = reader.records[-1] if reader.records else {}
             of = shown["policies"].get(name, {})
             rows.append(
@@ -151,8 +177,7 @@ class RunSource:
     def _row(self, name: str, worker: Mapping[str, Any]) -> list[str]:
         facts = worker["facts"]
         held = {policy: one["version"] for policy, one in facts.get("policies", {}).items()}
-        newest = {policy: self._series[policy].last.get("version") for policy in held if policy in self._series}
-        behind = [newest[policy] - have for policy, have in held.items() if have is not None and newest.get(policy)]
+        behind = [one for policy in held if (one := self._behind(policy, facts)) is not None]
         return [
             name,
             "restarting" if facts.get("restarting") else "left out" if facts.get("left_out") else worker["state"],
@@ -161,7 +186,7 @@ class RunSource:
             str(worker["done"]),
             str(worker["failed"]),
             ", ".join(f"{policy} {have}" for policy, have in held.items() if have is not None) or "–",
-            str(max(0, *behind)) if behind else "–",
+            or_dash(max(behind, default=None)),
             worker["error"] or "–",
         ]
 
