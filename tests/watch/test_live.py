@@ -20,7 +20,7 @@ from pulse_rl.errors import StoreError
 from pulse_rl.flow.driver.watching import RunSource
 from pulse_rl.html.page import Page
 from pulse_rl.watch import live
-from pulse_rl.watch.live import Glance, Line, Watched
+from pulse_rl.watch.live import Glance, HistoryLine, Watched
 from pulse_rl.watch.store_page import StoreSource
 from tests.pages.made_run import HOSTILE, MadeRun
 
@@ -43,7 +43,7 @@ class Counted:
         return page
 
     def glance(self) -> Glance:
-        return Glance(self.name, [Line(self.name, self.looks, None, 90.0, "ok", ())], None)
+        return Glance(self.name, [HistoryLine(self.name, self.looks, None, 90.0, "ok", ())], None)
 
 
 def visit(

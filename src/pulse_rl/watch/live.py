@@ -41,7 +41,7 @@ T = TypeVar("T")
 LOOPBACK = (HOST, "localhost", "::1")
 
 
-class Line(msgspec.Struct, frozen=True):
+class HistoryLine(msgspec.Struct, frozen=True):
     """A history in a line.
 
     of: the store, or the run, with its policy where it has several. version: the newest. behind: versions, of who is
@@ -60,7 +60,7 @@ class Glance(msgspec.Struct, frozen=True):
     """What a page shows, for scripts. details: the summary of a run, the status of a store."""
 
     target: str
-    lines: list[Line]
+    lines: list[HistoryLine]
     details: Any
 
 
@@ -109,7 +109,7 @@ class LivePage:
         self._token = token
         self._pages = [Page(source.name, "is being read …") for source in sources]
         self._encoded: list[list[bytes]] = [[] for _ in sources]  # the blocks of each page, as JSON
-        self._lines: list[list[Line]] = [[] for _ in sources]
+        self._lines: list[list[HistoryLine]] = [[] for _ in sources]
         self._readers = 0
         self._changed = asyncio.Condition()  # another block, or another reader
 
@@ -191,7 +191,7 @@ class LivePage:
             raise self._web.HTTPForbidden(text="the address that `pulse-rl watch` printed ends with ?token=…")
 
 
-def _look(source: Watched) -> tuple[Page, list[bytes], list[Line], float]:
+def _look(source: Watched) -> tuple[Page, list[bytes], list[HistoryLine], float]:
     """The page of a source, its blocks encoded, its lines, and the processor seconds that it took."""
     began = time.thread_time()
     try:
@@ -199,7 +199,7 @@ def _look(source: Watched) -> tuple[Page, list[bytes], list[Line], float]:
     except Exception as error:  # what is wrong with one source must not end the others
         if not isinstance(error, (PulseError, OSError, ValueError)):
             log.exception("%s cannot be shown", source.name)
-        page, lines = Page(source.name, ""), [Line(source.name, None, None, None, "cannot be read", ())]
+        page, lines = Page(source.name, ""), [HistoryLine(source.name, None, None, None, "cannot be read", ())]
         page.points([f"cannot be read: {type(error).__name__}: {one_line(error)}"], alarm=True)
     return page, _encoded(page.blocks), lines, time.thread_time() - began
 
@@ -209,7 +209,7 @@ def _encoded(blocks: Sequence[PageBlock]) -> list[bytes]:
     return [msgspec.json.encode(block)[1:] for block in blocks]
 
 
-def _row(line: Line) -> list[str]:
+def _row(line: HistoryLine) -> list[str]:
     came = "–" if line.age_s is None else f"{seconds(line.age_s)} ago"
     return [line.of, or_dash(line.version), came, or_dash(line.behind), line.verdict]
 

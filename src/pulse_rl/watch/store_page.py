@@ -15,7 +15,7 @@ from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis
 from pulse_rl.html.page import Page, Plot
 from pulse_rl.units import nbytes, seconds
 from pulse_rl.watch.alarms import alarms_of_status
-from pulse_rl.watch.live import Glance, Line, Paced, or_dash
+from pulse_rl.watch.live import Glance, HistoryLine, Paced, or_dash
 from pulse_rl.watch.measurements import run_name
 
 DRAWN = 10_000  # versions
@@ -54,7 +54,7 @@ class StoreSource:
         held = [one.lag for one in info.subscribers or () if one.lag is not None]
         alarms = alarms_of_status(info, max_lag=self._max_lag)
         age = max(0.0, time.time() - info.created)
-        line = Line(self.name, info.newest, max(held, default=None), age, info.verdict, alarms)
+        line = HistoryLine(self.name, info.newest, max(held, default=None), age, info.verdict, alarms)
         return Glance(self.name, [line], info)
 
     def _with_newest(self, info: Status) -> Status:

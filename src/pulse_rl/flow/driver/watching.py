@@ -22,7 +22,7 @@ from pulse_rl.flow.recipe_file import saved
 from pulse_rl.html.page import Page
 from pulse_rl.units import seconds
 from pulse_rl.watch.alarms import RECENT, Alarm, alarms_of_records
-from pulse_rl.watch.live import Glance, Line, Paced, or_dash
+from pulse_rl.watch.live import Glance, HistoryLine, Paced, or_dash
 
 NOTHING: dict[str, Any] = {  # of a run of which its driver has shown nothing yet
     "policies": {},
@@ -80,7 +80,7 @@ class RunSource:
             verdict = ", ".join([state, *(alarm.name for alarm in alarms)])
             of = self.name if self._recipe.only else f"{self.name}: {name}"
             furthest = max((one for one in behind if one is not None), default=None)
-            lines.append(Line(of, newest, furthest, self._age(name), verdict, alarms))
+            lines.append(HistoryLine(of, newest, furthest, self._age(name), verdict, alarms))
         return Glance(self.name, lines, self._so_far.get() if result is None else result)
 
     def _alarms(self, policy: str, *, going_on: bool) -> tuple[Alarm, ...]:
