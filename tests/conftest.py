@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,34 @@ hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI"
 hypothesis.settings.load_profile("pulse-rl")
 
 
-# Their tests take up to a minute each. They come first, so that no process is left alone with one at the end.
-LONG = ("flow/test_run", "flow/test_trainers", "flow/test_recipe_runs", "loco/test_ft", "sync/test_faults")
+# Ray gives its processes a low priority: beside other tests, a run would wait for minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+# Some of their tests take up to a minute. Each process of the suite begins with its share of them, so that none is left
+# alone with them at the end.
+LONG = (
+    *("flow/test_recipe_runs", "flow/test_run", "flow/test_trainers", "history/test_fuzz", "loco/test_ft"),
+    *("loco/test_ranks", "sync/test_faults", "sync/test_interrupted", "sync/test_views"),
+)
+COSTLY = {"whole", "server"}  # fixtures of a module: tests that share them stay together
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(LONG):
+            alone = COSTLY.isdisjoint(getattr(item, "fixturenames", ()))
+            groups.setdefault(item.nodeid if alone else str(item.path), []).append(item)
+    long = list(groups.values())
+    short = iter([item for item in items if not item.nodeid.removeprefix("tests/").startswith(LONG)])
+    # `--dist worksteal` gives each process as many tests that follow one another.
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ordered: list[pytest.Item] = []
+    for process in range(processes):
+        share = (len(items) - len(ordered)) // (processes - process)
+        begin = [item for group in long[process::processes] for item in group]
+        ordered += [*begin, *islice(short, max(0, share - len(begin)))]
+    items[:] = ordered
 
 
 @pytest.fixture(params=["memory", "file"])
