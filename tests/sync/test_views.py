@@ -6,18 +6,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import pulse_rl as pulse
+from pulse_rl.cli.app import app
 from pulse_rl.errors import one_line
 from pulse_rl.history.history import History
 from pulse_rl.patch.overlay import PatchSection
 from pulse_rl.patch.scan import Found, Scan
 from pulse_rl.patch.since import Known
+from pulse_rl.units import nbytes
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.views.quantised import Quantised
 from tests.loco.ranks import Ranks
@@ -232,6 +236,15 @@ def test_views_are_copied_pruned_and_signed_with_their_versions(tmp_path: Path) 
             held = policy.views(held)
     assert held is not None
     pulse.copy_history(store, copy)
+    newest = History(store).newest()
+    entries = [(name, one.form, one.full_nbytes, one.patch) for name, one in sorted(newest.views.items())]
+    expected = [(name, form, full, patch.total_nbytes if patch else 0) for name, form, full, patch in entries]
+    assert [tuple(msgspec.structs.astuple(one)) for one in pulse.status(store).views] == expected
+    for command in ("status", "inspect"):
+        shown = CliRunner().invoke(app, [command, str(store), "--json"])
+        assert [tuple(one.values()) for one in json.loads(shown.stdout)["views"]] == expected
+        lines = " ".join(CliRunner().invoke(app, [command, str(store)], env={"COLUMNS": "200"}).stdout.split())
+        assert f"fp8 of {nbytes(expected[0][2])}" in lines
     for place in (store, copy):
         report = pulse.verify(place, public_key=key.public_key())
         assert (report.problems, report.leftovers) == ((), ())

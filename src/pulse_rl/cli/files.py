@@ -280,6 +280,8 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
             f"{nbytes(sum(patches))} in total, median {nbytes(middle)}, "
             f"{info.full_nbytes / middle:,.1f} times smaller than the model"
         )
+    if info.views:
+        lines["views"] = output.views(info.views)
     if info.signed:
         lines["signed"] = "yes"
     noted = any(version.metadata for version in info.versions)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pulse_rl.errors import one_line, printable
+from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pulse_rl.dtypes import UIntArray
+    from pulse_rl.history.manifest import ViewInfo
     from pulse_rl.weights.bits import Bits
     from pulse_rl.weights.layout import Layout
 
@@ -230,6 +232,16 @@ class _Watched:
     @property
     def extent(self) -> tuple[object, int, int]:
         return self._bits.extent
+
+
+def views(infos: Sequence[ViewInfo]) -> str:
+    """The views of a version in a line."""
+    texts = (
+        f"{info.name} of {nbytes(info.full_nbytes)}"
+        + (f", a patch of {nbytes(info.patch_nbytes)}" * bool(info.patch_nbytes))
+        for info in infos
+    )
+    return "; ".join(texts)
 
 
 def noted(metadata: Mapping[str, Any]) -> str:

@@ -110,6 +110,22 @@ class ViewEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     nonfinite: Count = 0
 
 
+class ViewInfo(msgspec.Struct, frozen=True):
+    """A view of a version.
+
+    Attributes:
+        name: Its name.
+        form: How its weights are made of the version's, as text.
+        full_nbytes: How many bytes they have.
+        patch_nbytes: How many the patch from the version before has; 0 without one.
+    """
+
+    name: str
+    form: str
+    full_nbytes: int
+    patch_nbytes: int
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One version of a history.
 
@@ -186,6 +202,14 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
             return None
         fields = {name: value for name, value in msgspec.structs.asdict(entry).items() if name != "form"}
         return msgspec.structs.replace(self, views={}, **fields)
+
+    @property
+    def view_infos(self) -> "tuple[ViewInfo, ...]":
+        """The views of this version, as `status` and `inspect` tell of them."""
+        return tuple(
+            ViewInfo(name, one.form, one.full_nbytes, one.patch.total_nbytes if one.patch else 0)
+            for name, one in sorted(self.views.items())
+        )
 
     def each_view(self) -> "list[Manifest]":
         """List this version, and the version as each of its views has it.

@@ -7,7 +7,7 @@ import msgspec
 
 from pulse_rl.errors import IntegrityError, one_line
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import Manifest, Scalar
+from pulse_rl.history.manifest import Manifest, Scalar, ViewInfo
 from pulse_rl.history.versions import some_sequences
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, TensorSpec
@@ -51,6 +51,7 @@ class StoreInfo(msgspec.Struct, frozen=True):
     full_nbytes: int  # of the newest version
     history: str | None  # the id of the history, 16 hex digits; None where it was begun before there were ids
     signed: bool  # whether the newest version is signed, by whatever key
+    views: tuple[ViewInfo, ...]  # of the newest version, by name
     problems: tuple[str, ...]  # manifests that cannot be read, one sentence each; their versions are left out
 
 
@@ -88,6 +89,7 @@ def store_info(history: History) -> StoreInfo:
         full_nbytes=newest.full_nbytes,
         history=newest.history,
         signed=history.is_signed(newest.sequence),
+        views=newest.view_infos,
         problems=tuple(map(one_line, damaged)),
     )
 

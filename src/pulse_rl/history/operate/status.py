@@ -21,7 +21,7 @@ import msgspec
 from pulse_rl.errors import CannotListError, IntegrityError, PulseError, one_line
 from pulse_rl.history import heartbeat
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import Manifest, Scalar, manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.manifest import Manifest, Scalar, ViewInfo, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.missing import find_missing
 from pulse_rl.history.operate.subscribers import SILENT_S, Limits, SubscriberInfo, Verdict, read_subscribers, worst
 from pulse_rl.history.operate.targets import open_history
@@ -123,6 +123,7 @@ class Status(msgspec.Struct, frozen=True):
         ended: Whether the trainer has ended the run with this version (`Publisher.end`).
         nonfinite: How many of its weights are NaN or infinite.
         density: The share of its elements that its patch changes; None without a patch.
+        views: Its views, by name.
         problems: What is wrong at a glance, one sentence each; `verify` looks at everything.
         verdict: "damaged" where there are problems, otherwise the worst verdict of a subscriber.
     """
@@ -147,6 +148,7 @@ class Status(msgspec.Struct, frozen=True):
     ended: bool
     nonfinite: int
     density: float | None
+    views: tuple[ViewInfo, ...]
     problems: tuple[str, ...]
     verdict: Verdict
 
@@ -229,6 +231,7 @@ def status(
         ended=ended,
         nonfinite=newest.nonfinite,
         density=newest.density,
+        views=newest.view_infos,
         problems=tuple(problems),
         verdict="damaged" if problems else worst(subscribers or ()),
     )
