@@ -281,7 +281,7 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
             f"{info.full_nbytes / middle:,.1f} times smaller than the model"
         )
     if info.views:
-        lines["views"] = output.views(info.views)
+        lines["views"] = output.views(info)
     if info.signed:
         lines["signed"] = "yes"
     noted = any(version.metadata for version in info.versions)

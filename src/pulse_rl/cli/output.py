@@ -19,8 +19,9 @@ from pulse_rl.units import nbytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from pulse_rl import Status
     from pulse_rl.dtypes import UIntArray
-    from pulse_rl.history.manifest import ViewInfo
+    from pulse_rl.history.operate.describe import StoreInfo
     from pulse_rl.weights.bits import Bits
     from pulse_rl.weights.layout import Layout
 
@@ -234,14 +235,10 @@ class _Watched:
         return self._bits.extent
 
 
-def views(infos: Sequence[ViewInfo]) -> str:
+def views(info: StoreInfo | Status) -> str:
     """The views of a version in a line."""
-    texts = (
-        f"{info.name} of {nbytes(info.full_nbytes)}"
-        + (f", a patch of {nbytes(info.patch_nbytes)}" * bool(info.patch_nbytes))
-        for info in infos
-    )
-    return "; ".join(texts)
+    texts = [f"{one.name} of {nbytes(one.full_nbytes)}, a patch of {nbytes(one.patch_nbytes)}" for one in info.views]
+    return "; ".join(text.removesuffix(f", a patch of {nbytes(0)}") for text in texts)
 
 
 def noted(metadata: Mapping[str, Any]) -> str:

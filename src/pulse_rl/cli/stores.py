@@ -289,7 +289,7 @@ def _print_status(info: Status, alarms: tuple[Alarm, ...]) -> None:
         if recent.skips.count:
             lines["skip patches"] = f"{_objects(recent.skips)}, among the last {recent.versions} versions"
     if info.views:
-        lines["views"] = output.views(info.views)
+        lines["views"] = output.views(info)
     since = info.sequence - info.anchor_sequence
     lines["anchors"] = "the newest version has one" if since == 0 else f"the newest {count(since, 'version')} ago"
     if info.listing is None:
