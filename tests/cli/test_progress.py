@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pulse_rl.cli.main import main
 from pulse_rl.flow.data.board import StatusBoard
 from pulse_rl.flow.driver.run import _starting
 from pulse_rl.flow.engine import Process
+from pulse_rl.logs import logger as pulse_log
 from pulse_rl.observers import LongWork, observe
 
 
@@ -70,12 +72,15 @@ def test_what_a_process_of_a_run_logs_is_on_the_board(tmp_path: Path, monkeypatc
     class Board(StatusBoard):
         def report(self, who: str, facts: Mapping[str, Any]) -> None:
             super().report(who, facts)
-            notes.append(facts["note"])
+            if "note" in facts:
+                notes.append(facts["note"][0])
 
     class Trainer:
         def run(self) -> int:
             weights = {f"w{number}": np.arange(100_000, dtype=np.float32) for number in range(2)}
-            return pulse.Publisher(tmp_path).publish(weights, version=7).version
+            version = pulse.Publisher(tmp_path).publish(weights, version=7).version
+            pulse_log("pulse_rl.sync").warning("version %d: %s", version, "odd")
+            return version
 
     log, board = logging.getLogger("pulse_rl"), Board()
     level, handlers = log.level, list(log.handlers)
@@ -87,7 +92,9 @@ def test_what_a_process_of_a_run_logs_is_on_the_board(tmp_path: Path, monkeypatc
     upload = [note for note in notes if note.startswith("the upload of ")]
     assert re.search(r": 0\.\d+ of 0\.8 MB$", upload[0])
     assert upload[-1].endswith(": done")
-    assert board.board()["trainer-1"] == {"note": notes[-1]}
+    said = board.board()["trainer-1"]
+    assert (said["note"][0], said["warning"][0]) == (notes[-1], "version 7: odd")
+    assert abs(said["warning"][1] - time.time()) < 60
 
 
 def command(*arguments: object) -> None:

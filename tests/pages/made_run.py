@@ -1,6 +1,7 @@
 """The directory of a run as its processes write it, made by hand: any number of versions and workers."""
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class MadeRun:
             "given_up": [],
             "windows": {},
             "balance": {"sentence": "trainers waited for batches: solver 17%; workers waited for tasks: near 50%"},
-            "notes": {"solver": "the first note"},
+            "warnings": {"solver/trainer": ["the store is away", time.time() - 40]},
         }
         directory.show(self.directory, status)
 

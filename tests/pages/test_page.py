@@ -30,7 +30,7 @@ from pulse_rl.html import charts, page
 from pulse_rl.study.results import Report
 from pulse_rl.study.show import page as study_page
 from pulse_rl.units import nbytes
-from pulse_rl.watch.alarms import dead
+from pulse_rl.watch.alarms import without_signal
 from tests.study.example import example
 
 HOSTILE = "</script><script>alert('a&b')</script><!--\"{{model}}.layers.3.__proto__[datum.x]\u2028"
@@ -384,7 +384,7 @@ def test_a_stop_and_a_dead_signal_are_told_in_the_summary_and_on_the_page(
         metrics.append(tmp_path, line)
     policy = found["policies"]["solver"]
     assert policy["warning"] is None
-    policy["warning"] = dead("solver", metrics.read(tmp_path))
+    policy["warning"] = without_signal("solver", metrics.read(tmp_path))
     found["stopped"] = {"by": "SIGINT", "sentence": "stopped at step 14 of 40; continue"}
     shown_page = unescape(run_report.write(recipe, found).read_text())
     print_summary(found)

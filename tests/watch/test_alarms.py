@@ -20,9 +20,9 @@ from pulse_rl.watch.alarms import (
     Facts,
     alarms_of_records,
     alarms_of_status,
-    dead,
     find_alarms,
     measured,
+    without_signal,
 )
 
 SOUND = Facts(of="a", version=20, interval_s=10.0, changed=[100.0] * 20, between_anchors=50.0, since_anchor=50)
@@ -206,5 +206,5 @@ def test_a_policy_without_a_signal_is_told_once() -> None:
     ],
 )
 def test_the_longest_time_without_a_signal_is_named(alive: list[bool], said: str | None) -> None:
-    found = dead("p", _lines(*alive))
+    found = without_signal("p", _lines(*alive))
     assert found is None if said is None else found is not None and said in found

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pulse_rl.watch.exporters import Exporter, to_opentelemetry, to_prometheus
 
-_HOME = {"Exporter": "exporters", "to_opentelemetry": "exporters", "to_prometheus": "exporters"}
-
 __all__ = ["Exporter", "to_opentelemetry", "to_prometheus"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'pulse_rl.watch' has no attribute {name!r}")
-    return getattr(import_module(f"pulse_rl.watch.{_HOME[name]}"), name)
+    return getattr(import_module("pulse_rl.watch.exporters"), name)

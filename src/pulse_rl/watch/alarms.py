@@ -174,7 +174,7 @@ def alarms_of_records(
             changed=[one["density"] for one in records[-RECENT - 1 :]],
             density=newest["density"],
             behind=tuple(behind),
-            silent=dead(policy, records[-LONG:]),
+            silent=without_signal(policy, records[-LONG:]),
             ended=ended,
         )
     )
@@ -186,7 +186,7 @@ def _lags(record: Mapping[str, Any]) -> dict[str, int]:
     return {who: record["version"] - version for who, version in held if version is not None}
 
 
-def dead(name: str, records: Sequence[Mapping[str, Any]]) -> str | None:
+def without_signal(name: str, records: Sequence[Mapping[str, Any]]) -> str | None:
     """What to say of a policy that had no gradient for `LONG` versions in a row: of the longest such time.
 
     Without a signal a run goes on, and teaches nothing.

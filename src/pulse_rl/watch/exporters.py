@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pulse_rl.errors import require
@@ -145,13 +146,13 @@ class PrometheusSink:
         self._metrics: dict[str, Any] = {}
         self._server: Any = None
         for name, metric in METRICS.items():
+            make = partial(client.Gauge, multiprocess_mode="mostrecent")  # of several processes, as of one server
+            if metric.kind == "counter":
+                make = client.Counter
+            elif metric.kind == "histogram":
+                make = partial(client.Histogram, buckets=BUCKETS)
             labels = [*Labels._fields, *filter(None, [metric.label])]
-            kinds: dict[str, Callable[..., Any]] = {"counter": client.Counter, "histogram": client.Histogram}
-            more: dict[str, Any] = {"buckets": BUCKETS} if metric.kind == "histogram" else {}
-            if metric.kind in ("gauge", "age"):
-                more = {"multiprocess_mode": "mostrecent"}  # where several processes answer, as of one server
-            make = kinds.get(metric.kind, client.Gauge)
-            self._metrics[name] = make(name, metric.about, labels, registry=registry, **more)
+            self._metrics[name] = make(name, metric.about, labels, registry=registry)
         if port is not None:
             self._server, _ = client.start_http_server(port, host, registry)
 
@@ -162,8 +163,8 @@ class PrometheusSink:
 
     def take(self, found: Iterable[Measurement]) -> None:
         for name, labels, value, of in found:
-            kind = METRICS[name].kind
-            metric = self._metrics[name].labels(*labels, *filter(None, [METRICS[name].label and (of or "none")]))
+            kind, label = METRICS[name].kind, METRICS[name].label
+            metric = self._metrics[name].labels(*labels, *([of or "none"] if label else []))
             if kind == "counter":
                 metric.inc(value)
             elif kind == "histogram":
@@ -215,13 +216,13 @@ class OpenTelemetrySink:
 
     def take(self, found: Iterable[Measurement]) -> None:
         for name, labels, value, of in found:
-            metric = METRICS[name]
-            attributes = _named(labels) | ({metric.label: of or "none"} if metric.label else {})
-            if metric.kind == "counter":
+            kind, label = METRICS[name].kind, METRICS[name].label
+            attributes = _named(labels) | ({label: of or "none"} if label else {})
+            if kind == "counter":
                 self._metrics[name].add(value, attributes)
-            elif metric.kind == "histogram":
+            elif kind == "histogram":
                 self._metrics[name].record(value, attributes)
-            elif metric.kind == "gauge":
+            elif kind == "gauge":
                 self._metrics[name].set(value, attributes)
             else:
                 with self._lock:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.015  # of a core, for all sources together; sending takes a little more
 LOOK_S = 1.0  # between two looks at a source, at least
-SAVED_S = 20.0  # seconds of whose share the next look may take, where those before took less
+SAVED_S = 20.0  # seconds: what looks have left of their share is kept for later ones for so long
 PACE = 100  # times as long as what costs much took, until it is made anew
 ALIVE_S = 15.0  # after which a reader is told that there is nothing new, so that one who is gone is noticed
 log = logger(__name__)

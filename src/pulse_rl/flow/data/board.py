@@ -24,9 +24,10 @@ class StatusBoard:
 
 
 class BoardLog(logging.Handler):
-    """Puts what a process logs on the board, as its `note`, which the driver shows: nobody reads that process's log.
+    """Puts what a process logs on the board, for the driver to show, as nobody reads that process's own log.
 
-    board: what calls the board. who: whose note it is.
+    Its last message is its `note`, or from warnings on its `warning`: the text, and when it was logged, in seconds
+    since 1970. board: what calls the board. who: whose message it is.
     """
 
     def __init__(self, board: Any, who: str) -> None:
@@ -35,6 +36,7 @@ class BoardLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._board.report(self._who, {"note": record.getMessage()})
+            kind = "warning" if record.levelno >= logging.WARNING else "note"
+            self._board.report(self._who, {kind: (record.getMessage(), record.created)})
         except Exception:  # noqa: BLE001 - what is logged must not fail because it is logged
             self.handleError(record)

@@ -169,7 +169,7 @@ class _Driver:
         self._failures = Failures(display.log)
         self._announcer = Announcer(display.log)
         self._records = _Records(recipe)
-        self._notes: dict[str, str] = {}  # what trainers and workers have logged last, as shown
+        self._said: dict[tuple[str, str], str] = {}  # what each trainer and worker has logged last, as shown
         self._pid: int | None = None  # of the Dataflow's process
         self._revived = 0  # times that it was made again
         self._show_next = time.monotonic()
@@ -256,14 +256,15 @@ class _Driver:
         if time.monotonic() >= self._setup_next and (starting := _starting(status, self._stepped)):
             self._setup_next = time.monotonic() + SETUP_S
             self._display.log(f"starting: {starting}")
-        notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
-        for who, note in notes.items():
-            if self._notes.get(who) != note:
-                self._display.log(f"{who}: {note}")
-        self._notes |= notes
+        for who, facts in board.items():
+            for kind, (text, _) in ((kind, facts[kind]) for kind in ("note", "warning") if kind in facts):
+                if self._said.get((who, kind)) != text:
+                    self._said[who, kind] = text
+                    self._display.log(f"{who}: {text}")
         if time.monotonic() >= self._show_next:
             self._show_next = time.monotonic() + SHOW_S
-            shown = status | {"restarts": self._revived, "notes": self._notes}
+            warnings = {who: facts["warning"] for who, facts in board.items() if "warning" in facts}
+            shown = status | {"restarts": self._revived, "warnings": warnings}
             run_directory.show(self._recipe.directory, shown)
         return status
 

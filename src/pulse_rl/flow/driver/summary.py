@@ -10,7 +10,7 @@ from typing import Any
 from pulse_rl.flow import metrics
 from pulse_rl.flow.metrics import Records
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
-from pulse_rl.watch.alarms import dead
+from pulse_rl.watch.alarms import without_signal
 
 PARTS = ("wait_s", "train_s", "publish_s")  # of the seconds of a trainer, the mean of several
 SUMMED = (*PARTS, "total_s")
@@ -91,7 +91,7 @@ def _policy(
         "dropped": counted.get("dropped", {}),
         "repeated": counted.get("repeated", 0),
         "replayed": counted.get("replayed", 0),
-        "warning": dead(name, records),  # None where there was something to learn from
+        "warning": without_signal(name, records),  # None where there was something to learn from
         **(seconds := {key: sum(record[key] for record in records) for key in SUMMED}),
         "rest_s": max(0.0, seconds["total_s"] - sum(seconds[key] for key in PARTS)),
         "workers": [

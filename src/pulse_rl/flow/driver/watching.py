@@ -35,7 +35,7 @@ NOTHING: dict[str, Any] = {  # of a run of which its driver has shown nothing ye
     "given_up": [],
     "windows": {},
     "balance": {"sentence": "the driver has shown nothing yet"},
-    "notes": {},
+    "warnings": {},
 }
 
 
@@ -165,7 +165,8 @@ class RunSource:
             columns,
             [self._row(name, one) for name, one in shown["workers"].items()],
         )
-        page.points([f"{who}: {note}" for who, note in shown["notes"].items()])
+        now = time.time()
+        page.points([f"{who}, {seconds(now - at)} ago: {text}" for who, (text, at) in shown["warnings"].items()])
 
     def _age(self, policy: str) -> float | None:
         """Seconds since a policy's last version."""

@@ -33,7 +33,7 @@ log = logger(__name__)
 
 ROOM = Path(__file__).parent
 VARIABLES = ("PULSE_CACHE", "NUMBA_CACHE_DIR")  # set to a directory for machine code; the first counts first
-SAY_EVERY = 1.0  # seconds of compiling between two lines of the log
+SAY_EVERY = 5.0  # seconds of compiling between two lines of the log
 
 
 def _hash_sources() -> str:
@@ -121,7 +121,7 @@ class _Clock(event.Listener):  # type: ignore[misc]
     def __init__(self) -> None:
         self.kernels = 0
         self.seconds = 0.0
-        self._said = -SAY_EVERY
+        self._said = 0.0
         self._depth = 0
         self._begun = 0.0
 
