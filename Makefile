@@ -14,7 +14,7 @@ VERL_BIN := .venv-verl/bin
 # More processes than cores: many tests wait. A process without tests left takes some of another one's.
 PARALLEL := -n 6 --dist worksteal
 
-.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check dist clean
+.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check audit dist clean
 
 setup: .venv/.ready
 
@@ -130,6 +130,11 @@ dist: setup
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/python -m pytest tests/test_dist.py -m "slow or not slow" $(ARGS)
+
+# Known holes of the packages that are installed, by the index's list of advisories.
+audit: setup
+	$(BIN)/python -c "import pip_audit" 2>/dev/null || $(BIN)/pip install --quiet pip-audit
+	$(BIN)/python -m pip_audit --local --skip-editable
 
 check: setup docs
 	$(BIN)/ruff check .

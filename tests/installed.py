@@ -48,9 +48,9 @@ pulse.Subscriber("signed", public_key=key.public_key()).sync({"w": np.zeros(9)})
 USES = {
     "torch": "import pulse_rl; pulse_rl.PulseLoCo",
     "run": "pulse-rl train --model tiny --steps 1 --out run",
-    "follow": "from pulse_rl.engines.client import EngineClient; EngineClient('http://localhost:9').close()",
+    "follow": "from pulse_rl.engines.client import EngineClient; EngineClient('http://localhost:9')",
     "sign": SIGN,
-    "study": "pulse-rl study gap -o report",
+    "study": "pulse-rl study gap -o report --html",
     "watch": "from pulse_rl.watch.live import LivePage; LivePage([])",
     "prometheus": "import pulse_rl.watch as watch; watch.to_prometheus()",
     "otel": "import pulse_rl.watch as watch; watch.to_opentelemetry()",

@@ -25,6 +25,7 @@ for something that is no tensor, ValueError for a bad argument, FileNotFoundErro
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -347,6 +348,12 @@ def translate(*foreign: type[Exception], to: Callable[[str], Exception]) -> Iter
 def printable(text: str) -> str:
     """Text from outside as one line without control or invisible characters, so that a terminal shows it as it is."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(text.split()))
+
+
+def without_secrets(url: str) -> str:
+    """A URL that is refused, for its message: what precedes an @, or follows a ?, may be a password or a signature."""
+    shown = re.sub(r"^(\s*[\w+.-]+:?/+)?.*@", r"\1…@", url, flags=re.DOTALL)
+    return re.sub(r"[?#].*", "?…", shown, flags=re.DOTALL)
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:

@@ -94,6 +94,17 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pyte
         pass
 
 
+def test_everything_of_a_run_listens_on_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address that Ray gives a node which it starts, and with it to all of its processes."""
+    import ray
+
+    addresses = []
+    monkeypatch.setattr(ray, "init", lambda **_: addresses.append(ray._private.services.get_node_ip_address()))
+    with engine(Recipe(out=str(tmp_path))):
+        pass
+    assert addresses == ["127.0.0.1"]
+
+
 @pytest.mark.parametrize(
     ("cause", "kind", "said"),
     [

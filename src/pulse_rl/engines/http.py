@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from pulse_rl.engines.states import ROUTES, method
-from pulse_rl.errors import EngineError, one_line, printable, require
+from pulse_rl.errors import EngineError, one_line, printable, require, without_secrets
 
 if TYPE_CHECKING:
     import socket
@@ -35,7 +35,9 @@ class Server:
     def __init__(self, url: str, api_key: str | None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"engine: expected a URL as http://host:8000, found {printable(url)!r}")
+            raise ValueError(f"engine: expected a URL as http://host:8000, found {printable(without_secrets(url))!r}")
+        if "@" in parts.netloc:
+            raise ValueError(f"engine: expected the key by api_key=, found one in the URL {without_secrets(url)}")
         self.url = url.rstrip("/").removesuffix(_API).rstrip("/")
         self._httpx: Any = require("httpx2", "follow")
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}

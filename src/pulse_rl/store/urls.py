@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from pulse_rl.errors import without_secrets
+
 _SCHEMES = "s3|gs|az|https?|file|memory"
 _URL = re.compile(rf"\s*(?:[A-Z][A-Z0-9+.-]+:|(?:{_SCHEMES})//)", re.IGNORECASE)
 _SLIP = re.compile(rf"\s*({_SCHEMES})(:|//)/*(.*?)[/\s]*", re.IGNORECASE | re.DOTALL)
@@ -23,6 +25,7 @@ def as_path(text: str) -> Path:
 
 def refusal(text: str) -> ValueError:
     """The error for a URL that names no store, with a guess at what was meant."""
+    text = without_secrets(text)
     hint = "" if "://" in text else f"; for a directory of that name write ./{text}"
     if (slip := _SLIP.fullmatch(text)) and (guess := _guess(*slip.groups())) and guess != text:
         hint = f"; did you mean {guess}?"

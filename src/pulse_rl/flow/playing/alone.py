@@ -103,7 +103,7 @@ def main() -> None:
     sys.stdin.close()
     del sys.argv[1:]
     try:
-        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})  # noqa: S102  # what it is for
     except SystemExit:
         pass
     except BaseException as error:  # noqa: BLE001  # of the code: its last line is the answer
