@@ -54,8 +54,8 @@ USES = {
     "watch": "from pulse_rl.watch.live import LivePage; LivePage([])",
     "prometheus": "import pulse_rl.watch as watch; watch.to_prometheus()",
     "otel": "import pulse_rl.watch as watch; watch.to_opentelemetry()",
-    "ft": "import pulse_rl; pulse_rl.Membership; from pulse_rl.loco.lighthouse import Lighthouse",
-    "peft": "from pulse_rl.integrations import peft; peft.adapter(object())",
+    "ft": "import pulse_rl; pulse_rl.Membership; pulse_rl.errors.require('torchft.coordination', 'ft')",
+    "peft": "import pulse_rl.integrations.peft; pulse_rl.errors.require('peft', 'peft')",
     "lightning": "import pulse_rl.integrations.lightning",
     "axolotl": "import pulse_rl.integrations.axolotl",
 }

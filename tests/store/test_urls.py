@@ -26,7 +26,7 @@ from pulse_rl.history.operate.targets import kind_of
         ("memory//", "did you mean memory://?"),
         ("memory://run", "did you mean memory://?"),
         (" s3://bucket/run", "did you mean s3://bucket/run?"),
-        ("s3://bucket/run?region=x", "found 's3://bucket/run?region=x'"),
+        ("s3://bucket/run?region=x", "found 's3://bucket/run?…'"),
         ("s3a://bucket/run", "found 's3a://bucket/run'"),
         ("s3:///bucket", "did you mean s3://bucket?"),
         ("file:shared/run", "write ./file:shared/run"),
