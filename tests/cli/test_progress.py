@@ -143,11 +143,12 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
 )
 def test_a_run_says_what_it_waits_for(versions: list[int | None], workers: list[dict[str, int]], sentence: str) -> None:
     facts: dict[str, Any] = {"ready": 5, "coming": 2, "finished": False}
-    numbered = enumerate(versions)
-    policies = {f"p{number}": facts | {"version": version, "uncommitted": number} for number, version in numbered}
+    numbered = list(enumerate(versions))
+    board = {f"p{number}/trainer": {"version": version} for number, version in numbered if version is not None}
+    policies = {f"p{number}": facts | {"uncommitted": number} for number, _ in numbered}
     held = {f"w{number}": {"versions": one} for number, one in enumerate(workers)}
     status: dict[str, Any] = {"policies": policies, "workers": held}
-    assert _starting(status, ()) == sentence
+    assert _starting(status, board, ()) == sentence
     if None not in versions and any(workers):
-        assert _starting(status, policies) == ""
-        assert _starting(status, {"p0"}) == sentence.partition("; ")[2]
+        assert _starting(status, board, policies) == ""
+        assert _starting(status, board, {"p0"}) == sentence.partition("; ")[2]

@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -24,11 +26,11 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.cli.follow import _line
+from pulse_rl.cli.follow import _line, _Show
 from pulse_rl.engines import receiver
 from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.fleet import Engines
-from pulse_rl.engines.follow import Driver, Followed, Manner, heartbeat_id
+from pulse_rl.engines.follow import Driver, Followed, Manner, Standing, heartbeat_id
 from pulse_rl.engines.service import READY
 from pulse_rl.engines.states import Follow, failure_of
 from pulse_rl.errors import EngineError
@@ -628,6 +630,26 @@ def test_a_line_names_what_an_engine_holds_and_what_it_is_brought_to() -> None:
     assert "staging version 3 → 5" in _line(seen)
     assert "nothing proved → 5" in _line(msgspec.structs.replace(seen, version=None))
     assert "→" not in _line(msgspec.structs.replace(seen, version=5))
+
+
+def test_it_is_said_which_engines_are_at_work_for_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every ten seconds, as of the download of a first anchor; not of engines that only wait."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    standings: list[Standing] = ["staging", "away", "ok"]
+    seen = [Followed(f"http://gpu-{at}:8000", standing, newest=7) for at, standing in enumerate(standings)]
+    driver = cast(Driver, SimpleNamespace(engines=lambda: seen))
+    show = _Show(as_json=True, once=True)
+    for each in seen:
+        show.change(driver, each)
+    said = []
+    for clock[0] in range(25):
+        show.at_work(driver)
+        said += [(clock[0], line) for line in capsys.readouterr().err.splitlines()]
+    sentence = "follow: http://gpu-0:8000 is staging version 7, for "
+    assert said == [(10, f"{sentence}10 s"), (20, f"{sentence}20 s")]
 
 
 def test_ctrl_c_is_quiet_and_a_killed_engine_is_followed_again(run: Run, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SGLANG = "sglang+"  # before the address of an SGLang server
 _BLINK_S = 0.5  # between two looks whether Ctrl-C was pressed
+_AT_WORK = ("opening", "staging", "applying")
 
 
 class Pause(StrEnum):
@@ -137,10 +138,13 @@ def follow(
     with exporting(metrics, run=name), tracked:
         driver.start()
         try:
-            if once:
-                current = driver.wait_until_current(timeout)
-            while not once:
-                time.sleep(_BLINK_S)
+            deadline = time.monotonic() + timeout
+            while not (once and (current or time.monotonic() >= deadline)):
+                if once:
+                    current = driver.wait_until_current(min(_BLINK_S, max(0.0, deadline - time.monotonic())))
+                else:
+                    time.sleep(_BLINK_S)
+                show.at_work(driver)
         except KeyboardInterrupt:
             if once:
                 raise
@@ -186,10 +190,13 @@ class _Show:
         self._as_json, self._once = as_json, once
         self._lock = threading.Lock()
         self._table = sys.stdout.isatty() and not as_json
+        self._changed: dict[str, float] = {}  # when each engine's standing did last
+        self._next = 0.0  # when to say again who is at work
 
     def change(self, driver: Driver, seen: Followed) -> None:
         """Show a change. Threads call it."""
         with self._lock:
+            self._changed[seen.engine] = time.monotonic()
             if self._as_json:
                 if not self._once:
                     output.emit(seen)
@@ -198,6 +205,18 @@ class _Show:
                 _table(driver.engines())
             elif not self._once:
                 output.write(_line(seen))
+
+    def at_work(self, driver: Driver) -> None:
+        """Say on stderr, every ten seconds, which engines have been at work for so long. A table shows them."""
+        if self._table or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + output.LINE_S
+        for seen in driver.engines():
+            spent = time.monotonic() - self._changed.get(seen.engine, float("inf"))
+            if seen.standing in _AT_WORK and spent >= output.LINE_S:
+                version = "" if seen.newest is None else f" version {seen.newest}"
+                text = f"follow: {seen.engine} is {seen.standing}{version}, for {seconds(spent)}"
+                typer.echo(printable(text), err=True)
 
     def end(self, driver: Driver) -> None:
         """Show how all stand at last."""

@@ -253,7 +253,7 @@ class _Driver:
             for exporter in self._exporters:
                 exporter.take(found)
         self._stepped |= {record["policy"] for record in records}
-        if time.monotonic() >= self._setup_next and (starting := _starting(status, self._stepped)):
+        if time.monotonic() >= self._setup_next and (starting := _starting(status, board, self._stepped)):
             self._setup_next = time.monotonic() + SETUP_S
             self._display.log(f"starting: {starting}")
         for who, facts in board.items():
@@ -269,9 +269,11 @@ class _Driver:
         return status
 
 
-def _starting(status: Mapping[str, Any], stepped: Container[str]) -> str:
+def _starting(status: Mapping[str, Any], board: Mapping[str, Any], stepped: Container[str]) -> str:
     """What a run waits for until each policy has done a step; empty where all have. stepped: those that have."""
-    policies = [name for name, policy in status["policies"].items() if policy["version"] is None]
+    waiting = {name: policy for name, policy in status["policies"].items() if name not in stepped}
+    # By what trainers say: a resumed run's journal knows versions of before.
+    policies = [name for name in waiting if "version" not in board.get(f"{name}/trainer", {})]
     workers = [name for name, worker in status["workers"].items() if not worker["versions"]]
     every = len(status["workers"])
     if policies or (every and len(workers) == every):
@@ -282,8 +284,8 @@ def _starting(status: Mapping[str, Any], stepped: Container[str]) -> str:
         f"the first step of {name} is trained"
         if policy["uncommitted"]
         else f"the first step of {name}: {policy['ready']} groups ready, {policy['coming']} coming"
-        for name, policy in status["policies"].items()
-        if name not in stepped and not policy["finished"]
+        for name, policy in waiting.items()
+        if not policy["finished"]
     )
 
 
