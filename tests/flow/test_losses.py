@@ -49,7 +49,7 @@ def _expected(name: str) -> tuple[float, float]:
             weight += 1
         else:
             total -= sum(min(ratio, 1.3) * a * logprobs[row, t].item() for t, ratio in enumerate(ratios))
-            weight += 1
+            weight += length if name == "tis" else 1
     return total, weight
 
 
@@ -61,6 +61,7 @@ def _expected(name: str) -> tuple[float, float]:
         ("dapo", {}),
         ("gspo", {"clip_low": 0.1, "clip_high": 0.1}),
         ("reinforce", {"cap": 1.3}),
+        ("tis", {"cap": 1.3}),
     ],
 )
 def test_a_loss_is_its_formula(name: str, settings: dict[str, float]) -> None:
@@ -77,6 +78,22 @@ def test_a_loss_is_its_formula(name: str, settings: dict[str, float]) -> None:
     # A batch may be computed in parts.
     parts = [loss(logprobs[i : i + 2], behaviour[i : i + 2], mask[i : i + 2], advantage[i : i + 2]) for i in (0, 2, 4)]
     assert sum(part.total.item() for part in parts) == pytest.approx(total, rel=1e-5)
+
+
+def test_how_far_policies_are_apart_is_its_formula_and_estimates_the_divergence() -> None:
+    """The sums token by token; and over many samples of one distribution, KL and a mean ratio of 1."""
+    logprobs, behaviour, mask, _ = _rows()
+    ratios = [math.exp(float(x)) for x in (logprobs - behaviour)[mask].tolist()]
+    found = losses.mismatch(logprobs, behaviour, mask)
+    assert found.ratio == pytest.approx(sum(ratios), rel=1e-5)
+    assert found.kl == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios), rel=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    sampling, trained = torch.randn(2, 20, generator=generator).log_softmax(1)
+    tokens = torch.multinomial(sampling.exp(), 200_000, replacement=True, generator=generator)[None]
+    many = losses.mismatch(trained[tokens], sampling[tokens], torch.ones_like(tokens, dtype=torch.bool))
+    exact = float((sampling.exp() * (sampling - trained)).sum())
+    assert many.kl / tokens.numel() == pytest.approx(exact, rel=0.03)
+    assert many.ratio / tokens.numel() == pytest.approx(1, rel=0.03)
 
 
 def test_the_tokens_that_were_clipped_are_counted() -> None:

@@ -21,6 +21,7 @@ from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Policy, Rewards
+from pulse_rl.flow.quantised import dequantise, views_of
 from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.rollout import worker
 from pulse_rl.flow.rollout.worker import RolloutWorker
@@ -60,6 +61,7 @@ class World:
         staleness: int = 1,
         sync: Literal["patch", "full"] = "patch",
         timeout_s: float = 1800.0,
+        view: Literal["fp8"] | None = None,
         **settings: int,
     ) -> None:
         self.recipe = Recipe(
@@ -73,7 +75,7 @@ class World:
                 max_new_tokens=tokens,
                 timeout_s=timeout_s,
             ),
-            pools=[PoolRecipe(slots=2)],
+            pools=[PoolRecipe(slots=2, view=view)],
             evaluation=[EvaluationRecipe(name="held", samples=3)],
         )
         self.dataflow = Dataflow(
@@ -83,7 +85,10 @@ class World:
             dispatch=DispatchSettings(pause=0.1),
         )
         self.publisher = pulse.Publisher(
-            self.recipe.store_url("solver"), cast="bfloat16", anchor_every=1 if sync == "full" else 50
+            self.recipe.store_url("solver"),
+            cast="bfloat16",
+            anchor_every=1 if sync == "full" else 50,
+            views=views_of(self.recipe, "solver"),
         )
         self.result: dict[str, Any] = {}
         self._loaded = model.load("tiny", seed=0)
@@ -180,6 +185,64 @@ def test_a_worker_follows_plays_and_ends_with_the_last_bits(tmp_path: Path) -> N
     assert world.result["failed"] >= 1
     assert 0 < world.result["start_s"] < world.result["seconds"]
     assert world.dataflow.status()["workers"] == {}  # it has left
+
+
+def test_a_worker_samples_with_the_codes_and_scales_of_a_view(tmp_path: Path) -> None:
+    """Its codes are bit for bit the view's of each version; its tokens' log-probabilities are those of code · scale."""
+    world = World(tmp_path, view="fp8")
+    assert world.recipe.loss_of("solver").name == "tis"
+    for version in range(3):
+        world.publish(version)
+    history, turns = pulse.History(world.recipe.store_url("solver")), list[Turn]()
+    with world.worker():
+        for version in (2, 3):
+            if version == 3:
+                world.publish(version)
+            wait_for(lambda version=version: world.held.get("version") == version)
+            assert world.held["digest"] == history.find(version).views["fp8"].digest != world.publisher.digest
+            turns += [turn for group in world.pull().groups for turn in group.turns]
+    assert world.result["policies"]["solver"]["verified"]
+    for version in {int(v) for turn in turns for v in turn.versions}:
+        held, live = model.build(model.assets(world._loaded))[0], dict[str, Any]()
+        subscriber = pulse.Subscriber(world.recipe.store_url("solver"), view="fp8")
+        subscriber.sync(live := subscriber.allocate(), version=version)
+        bits = subscriber_bits(world, version)
+        made = pulse.Quantised(pulse.Fp8(), bits).look()
+        assert pulse.digest(live) == pulse.digest(dict(made)) == history.find(version).views["fp8"].digest
+        for name, parameter in held.named_parameters():
+            value = live[name].float()
+            if value.ndim == 2 and "embed" not in name:  # one block, in a model as small as this
+                value = value * live[f"{name}_scale_inv"].item()
+            with torch.no_grad():
+                parameter.copy_(value.bfloat16())
+        assert any(not torch.equal(parameter, bits[name]) for name, parameter in held.named_parameters())
+        for turn in turns:
+            if (turn.versions == version).all():
+                ids = torch.from_numpy(np.concatenate([turn.prompt, turn.tokens]))[None]
+                with torch.no_grad():
+                    logits = held(input_ids=ids).logits[0, len(turn.prompt) - 1 : -1].float()
+                found = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(turn.tokens)[:, None])[:, 0]
+                np.testing.assert_allclose(turn.logprobs, found.numpy(), atol=0.05)
+
+
+def subscriber_bits(world: World, version: int) -> dict[str, torch.Tensor]:
+    """The weights of a version, in bfloat16."""
+    subscriber = pulse.Subscriber(world.recipe.store_url("solver"))
+    subscriber.sync(weights := subscriber.allocate(), version=version)
+    return weights
+
+
+def test_what_codes_stand_for_is_each_code_times_the_scale_of_its_block() -> None:
+    weights = {"mlp.experts.up": torch.randn(2, 130, 300).bfloat16()}
+    view = pulse.Quantised(pulse.Fp8(), weights).look()
+    held, by = (view[f"mlp.experts.up{end}"] for end in ("", "_scale_inv"))
+    codes = torch.from_numpy(held.read(0, held.size).copy()).view(torch.float8_e4m3fn).reshape(2, 130, 300)
+    scales = torch.from_numpy(by.read(0, by.size).view(np.float32).copy()).reshape(2, 2, 3)
+    found = dequantise(codes, scales)
+    for expert, row, column in [(0, 0, 0), (1, 127, 299), (0, 128, 127), (1, 129, 128), (0, 5, 256)]:
+        scale = scales[expert, row // 128, column // 128]
+        assert found[expert, row, column] == (codes[expert, row, column].float() * scale).bfloat16()
+    torch.testing.assert_close(found.float(), weights["mlp.experts.up"].float(), rtol=0.07, atol=0.01)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -129,6 +129,7 @@ class PoolRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     region: str = ""  # where they are, for reports and placement
     threads: Processes = 1  # torch threads of each worker
     interrupt: bool = False  # whether sampling stops when a version arrives, and goes on under it
+    view: Literal["fp8"] | None = None  # the quantised view that they follow and sample with; None: the weights
 
 
 class AutoscaleRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -207,6 +208,14 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def held_by(self, pool: PoolRecipe) -> list[str]:
         """The policies that a pool's workers hold."""
         return list(pool.policies or self.policies)
+
+    def loss_of(self, policy: str) -> Plugin:
+        """The loss of a policy: of one that pools sample with a view, tis in place of the default."""
+        given, viewed = (
+            self.policies[policy].loss,
+            any(pool.view for pool in self.pools if policy in self.held_by(pool)),
+        )
+        return Plugin("tis") if viewed and given == _GRPO else given
 
     def with_absolute_paths(self) -> "Recipe":
         """The same settings for processes elsewhere, which have other working directories."""
@@ -344,6 +353,15 @@ def _check_pools(recipe: Recipe) -> None:
                 f"{key}.policies: expected every policy of the workflow, as a worker plays whole episodes; "
                 f"{', '.join(missing)} is missing"
             )
+        if pool.kind == "vllm" and pool.view:
+            raise ValueError(
+                f'{key}.view: expected none with kind = "vllm", found {pool.view!r}: give the engine\'s own servers a '
+                "view with `pulse-rl follow --view`"
+            )
+        if pool.view and (full := [name for name, each in recipe.policies.items() if each.sync == "full"]):
+            raise ValueError(
+                f"policies.{full[0]}.sync: expected patch with a pool that follows a view ({pool.name}), found full"
+            )
         if pool.kind == "vllm" and recipe.deterministic:
             raise ValueError(
                 f"{key}.kind: expected builtin with deterministic = true, found vllm, whose results depend on what it "
@@ -392,7 +410,7 @@ def _check_plugins(recipe: Recipe) -> None:
         key = f"policies.{name}"
         with _under(key):
             check_codec(policy.codec)
-        registry.build("loss", policy.loss, key=f"{key}.loss")
+        registry.build("loss", recipe.loss_of(name), key=f"{key}.loss")
         for kind in ("advantage", "filter", "replay"):
             plugin = getattr(policy, kind)
             if plugin is not None:

@@ -55,6 +55,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "dapo": f"{_HERE}.training.losses:DapoLoss",
         "gspo": f"{_HERE}.training.losses:GspoLoss",
         "reinforce": f"{_HERE}.training.losses:ReinforceLoss",
+        "tis": f"{_HERE}.training.losses:TisLoss",
     },
     "tool": {
         "calculator": f"{_HERE}.playing.calculator:Calculator",

@@ -65,6 +65,7 @@ def _policy(
     status: Mapping[str, Any],
 ) -> dict[str, Any]:
     given = recipe.policies[name]
+    views = {pool.name: pool.view for pool in recipe.pools}
     sent = [record["patch_nbytes"] for record in records]
     full = records[-1]["full_nbytes"] if records else 0
     counted = status["policies"].get(name, {})
@@ -97,7 +98,12 @@ def _policy(
         "workers": [
             {
                 "id": worker["id"],
-                **_held(worker["policies"][name], final["digest"], at_end=status["ended"] and not worker["left"]),
+                **_held(
+                    worker["policies"][name],
+                    final,
+                    at_end=status["ended"] and not worker["left"],
+                    view=views.get(worker["pool"]),
+                ),
             }
             for worker in workers
             if name in worker["policies"]
@@ -132,9 +138,14 @@ def _trainer_sync(given: PolicyRecipe, records: Sequence[dict[str, Any]]) -> dic
     }
 
 
-def _held(held: Mapping[str, Any], final: str, *, at_end: bool) -> dict[str, Any]:
-    """What a worker holds of a policy. One that left before the end has proved the version that it held then."""
-    return {key: held[key] for key in HELD} | {"verified": held["digest"] == final if at_end else held["verified"]}
+def _held(held: Mapping[str, Any], final: Mapping[str, Any], *, at_end: bool, view: str | None) -> dict[str, Any]:
+    """What a worker holds of a policy. One that left before the end has proved the version that it held then.
+
+    A view has a digest of its own, with which the worker has proved what it holds.
+    """
+    key = "version" if view else "digest"
+    verified = held["verified"] and (not at_end or held[key] == final[key])
+    return {key: held[key] for key in HELD} | {"view": view, "verified": verified}
 
 
 def _balance(policies: Mapping[str, Mapping[str, Any]], workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pulse_rl import Staged, Subscriber
-from pulse_rl.flow import model, policy
+from pulse_rl.flow import model, policy, quantised
 from pulse_rl.watch.measurements import phases_of
 
 
@@ -22,6 +22,7 @@ class SamplerSettings(NamedTuple):
     threads: int = 1  # of torch
     sync: str = "patch"  # or "full": a full checkpoint per version
     seed: int = 0
+    view: str | None = None  # which is followed in place of the weights
 
 
 class Reached(NamedTuple):
@@ -76,7 +77,9 @@ class BuiltinSampler:
         self._name, self._config = name, config
         self._model, self.tokenizer = model.build(assets)
         stops = policy.stop_tokens(self.tokenizer)
-        self.subscriber = Subscriber(config.store_url, heartbeat=name)
+        self.subscriber = Subscriber(config.store_url, heartbeat=name, view=config.view)
+        # What follows the history: the model, or the codes and scales that its weights are made of.
+        self._live: Any = self._model if config.view is None else self.subscriber.allocate()
         self._how = policy.How(config.group_size, config.max_new_tokens, config.temperature, stops)
         self._staged: Staged | None = None
 
@@ -87,7 +90,7 @@ class BuiltinSampler:
     def stage(self, version: int) -> None:
         if self.version is not None and self._config.sync == "patch":
             self._drop_staged()
-            self._staged = self.subscriber.stage(self._model, version=version)
+            self._staged = self.subscriber.stage(self._live, version=version)
 
     def follow(self, version: int) -> Reached:
         if self._config.sync == "full":
@@ -101,10 +104,12 @@ class BuiltinSampler:
             self._staged = None
         else:
             self._drop_staged()
-            report = self.subscriber.sync(self._model, version=version)
+            report = self.subscriber.sync(self._live, version=version)
+        if self._config.view is not None:
+            quantised.write(self._live, self._model)
         # After an anchor, sync itself has just computed this digest from the live bits.
         from_anchor = report.route == "anchor"
-        digest = report.digest if from_anchor else self.subscriber.verify(self._model)
+        digest = report.digest if from_anchor else self.verify()
         return Reached(
             version=report.version,
             digest=digest,
@@ -119,7 +124,7 @@ class BuiltinSampler:
         )
 
     def verify(self) -> str:
-        return self.subscriber.verify(self._model)
+        return self.subscriber.verify(self._live)
 
     def sample(
         self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None

@@ -164,6 +164,7 @@ class RolloutWorker:
             threads=self._pool.threads,
             sync=recipe.policies[policy].sync,
             seed=recipe.seed,
+            view=self._pool.view,
         )
         with tempfile.TemporaryDirectory() as scratch:
             assets = {path.name: path.read_bytes() for path in load_assets(settings.store_url, Path(scratch))}

@@ -14,6 +14,7 @@ A row is one turn: a completion after its context. The advantage of a turn is th
 | dapo | of the token | 1 − clip_low, 1 + clip_high | as many tokens as it has |
 | gspo | of the row: the geometric mean of its tokens' | 1 − clip_low, 1 + clip_high | 1 |
 | reinforce | truncated, without gradient | cap | 1 |
+| tis | truncated, without gradient | cap | as many tokens as it has |
 """
 
 from typing import NamedTuple, Protocol
@@ -192,6 +193,36 @@ class ReinforceLoss:
         gain = ratio.clamp(max=self._cap) * advantage[:, None] * logprobs
         clipped = ((ratio > self._cap) & mask).sum().item()
         return Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))
+
+
+class TisLoss(ReinforceLoss):
+    """−A·log p of each token, with a truncated ratio where the sampling policy was another: as of FP8 rollouts.
+
+    The ratio of the trained policy to the one that sampled corrects for what quantised weights and staleness do to
+    rollouts. It carries no gradient, is cut at `cap`, and no token loses its gradient: truncated importance sampling as
+    in "Your efficient RL framework secretly brings you off-policy RL training" (fengyao.notion.site/off-policy-rl). The
+    default is that of verl 0.9's rollout correction by tokens (`rollout_is_threshold`).
+
+    Args:
+        cap: The largest ratio.
+    """
+
+    def weight(self, mask: torch.Tensor) -> float:
+        return float(mask.sum())
+
+
+class Mismatch(NamedTuple):
+    """How far the trained policy is from the one that sampled, by the tokens that this sampled; sums over them."""
+
+    kl: float  # nats, KL(sampling ‖ trained): (r − 1) − log r, which is never negative (joschu.net/blog/kl-approx.html)
+    ratio: float  # r
+
+
+def mismatch(logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> Mismatch:
+    """Compare log-probabilities under the trained weights, (B, T), with those when the tokens were sampled."""
+    log_ratio = (logprobs.detach() - behaviour)[mask].double()
+    ratio = log_ratio.exp()
+    return Mismatch(float((ratio - 1 - log_ratio).sum()), float(ratio.sum()))
 
 
 def _check(**settings: float) -> None:

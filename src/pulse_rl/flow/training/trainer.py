@@ -22,6 +22,7 @@ import torch
 
 from pulse_rl.flow import directory as run_directory
 from pulse_rl.flow import metrics, model, policy, registry
+from pulse_rl.flow.quantised import views_of
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.samples import PolicyBatch, PolicyGroup
 from pulse_rl.flow.training.calls import PolicyCalls
@@ -30,7 +31,7 @@ from pulse_rl.flow.training.elastic import ElasticExchange
 from pulse_rl.flow.training.group import TrainerGroup
 from pulse_rl.flow.training.join import join
 from pulse_rl.flow.training.lead import Lead
-from pulse_rl.flow.training.losses import PolicyLoss
+from pulse_rl.flow.training.losses import PolicyLoss, mismatch
 from pulse_rl.flow.training.meeting import StoreExchange
 from pulse_rl.flow.training.rows import micro_batches
 from pulse_rl.flow.training.sharded import load_shares, shares, whole
@@ -60,7 +61,7 @@ class PolicyTrainer:
         self._steps = recipe.steps if given.trained else 0
         self._checkpoint_every = recipe.checkpoint_every
         self._temperature = recipe.workflow.temperature
-        self._loss: PolicyLoss = registry.build("loss", given.loss, key=f"policies.{name}.loss")
+        self._loss: PolicyLoss = registry.build("loss", recipe.loss_of(name), key=f"policies.{name}.loss")
         self._advantages = registry.build("advantage", given.advantage, key=f"policies.{name}.advantage")
         self._calls = PolicyCalls(dataflow, name, life)
         files = recipe.files(name)
@@ -80,7 +81,8 @@ class PolicyTrainer:
         )
         meet = ElasticExchange if given.elastic else StoreExchange if given.trainer_store else join
         self._group: TrainerGroup = meet(given, rank, self._calls, self._model, self._optimizer)
-        versions = PolicyHistory(given, recipe.store_url(name), assets, resumed=begun) if publishes else None
+        views = views_of(recipe, name)
+        versions = PolicyHistory(given, recipe.store_url(name), assets, views, resumed=begun) if publishes else None
         self._versions = versions
         self._lead = Lead(recipe, name, self._calls, versions, resumed=begun) if versions and rank == 0 else None
         self._step = 0
@@ -169,7 +171,7 @@ class PolicyTrainer:
         groups = [PolicyGroup(*group) for group in batch.groups]
         parts = micro_batches(groups, self._advantages)
         weight = sum(self._loss.weight(part.completions.mask) for part in parts)
-        loss_sum = clipped = 0.0
+        loss_sum = clipped = kl = ratio = 0.0
         for number in range(self._group.passes(len(parts))):
             counts = number < len(parts)
             part = parts[number if counts else 0]
@@ -180,6 +182,8 @@ class PolicyTrainer:
             (loss.total * counts / weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.total.item() * counts
             clipped += loss.clipped * counts
+            apart = mismatch(logprobs, done.logprobs, done.mask)
+            kl, ratio = kl + apart.kl * counts, ratio + apart.ratio * counts
         rewards = [group.rewards for group in groups]
         facts = metrics.mean_facts([group.facts for group in groups])
         tokens = sum(int(part.completions.mask.sum()) for part in parts)
@@ -190,6 +194,8 @@ class PolicyTrainer:
             "groups_with_variance": float(np.mean([np.ptp(each) > 0 for each in rewards])),
             "loss": loss_sum / weight,
             "clipped": clipped / tokens,
+            "kl": kl / tokens,
+            "ratio": ratio / tokens,
             "tokens": tokens,
             "turns": sum(len(group.turns) for group in groups),
             "repeated": sum(group.repeated for group in groups),

@@ -4,11 +4,12 @@ Rollout workers learn about new weights only from here. Versions only increase: 
 crash are repeated under new versions.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from pulse_rl import Publisher, PublishReport, digest
+from pulse_rl import Fp8, Publisher, PublishReport, digest
 from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Weights
@@ -22,11 +23,13 @@ CAST = "bfloat16"  # the dtype that rollout workers hold
 class PolicyHistory:
     """A policy's history, as it is published. `resume`, then `begin`, then `publish` after each round.
 
-    assets: the files beside the weights. resumed: whether the policy has begun before. Where the trainers hold shares,
-    every method is collective.
+    assets: the files beside the weights. views: to publish beside them. resumed: whether the policy has begun before.
+    Where the trainers hold shares, every method is collective.
     """
 
-    def __init__(self, policy: PolicyRecipe, url: str, assets: dict[str, bytes], *, resumed: bool) -> None:
+    def __init__(
+        self, policy: PolicyRecipe, url: str, assets: dict[str, bytes], views: Mapping[str, Fp8], *, resumed: bool
+    ) -> None:
         self.newest = 0  # the newest version published
         self._policy = policy
         self._resumed = resumed
@@ -36,6 +39,7 @@ class PolicyHistory:
             anchor_every=1 if policy.sync == "full" else policy.anchor_every,
             codec=policy.codec,  # type: ignore[arg-type]  # Publisher checks it
             cast=CAST,
+            views=views,
             group=dist.group.WORLD if policy.sharded else None,
         )
         self._assets = assets
