@@ -132,6 +132,7 @@ BAD = [
     ("curator=drop_solved", ["curator: 'drop_solved' needs its setting 'problems'"]),
     ("pools=3", ["pools: expected tables [[pools]], found 3"]),
     ("pools.far.workers=1", ["--set pools.far.workers=1: expected one of worker, found 'far'"]),
+    ("pools.worker.view=int4", ["pools[0].view: expected fp8, found 'int4'"]),
     ("pools.worker.workers=0", ["pools: expected at least one worker"]),
     ("pools.worker.kind=sglang", ["pools[0].kind: expected builtin or vllm, found 'sglang'"]),
     ('pools.worker.policies=["solvers"]', ["pools[0].policies", "'solvers'", "did you mean solver?"]),

@@ -24,6 +24,7 @@ from pulse_rl.flow.playing.workflow import Policy, Rewards
 from pulse_rl.flow.quantised import dequantise, views_of
 from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.rollout import worker
+from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
 from pulse_rl.flow.rollout.worker import RolloutWorker
 from pulse_rl.flow.samples import PolicyBatch, Turn
 from tests.flow.runs import wait_for
@@ -188,41 +189,38 @@ def test_a_worker_follows_plays_and_ends_with_the_last_bits(tmp_path: Path) -> N
 
 
 def test_a_worker_samples_with_the_codes_and_scales_of_a_view(tmp_path: Path) -> None:
-    """Its codes are bit for bit the view's of each version; its tokens' log-probabilities are those of code · scale."""
+    """Its codes are bit for bit the view's of each version, and its model has the bits of code · scale."""
     world = World(tmp_path, view="fp8")
     assert world.recipe.loss_of("solver").name == "tis"
-    for version in range(3):
-        world.publish(version)
-    history, turns = pulse.History(world.recipe.store_url("solver")), list[Turn]()
+    assert _with(world.recipe, view=None).loss_of("solver").name == "grpo"
+    world.publish(0)
+    history = pulse.History(world.recipe.store_url("solver"))
     with world.worker():
-        for version in (2, 3):
-            if version == 3:
+        for version in range(3):
+            if version:
                 world.publish(version)
             wait_for(lambda version=version: world.held.get("version") == version)
             assert world.held["digest"] == history.find(version).views["fp8"].digest != world.publisher.digest
-            turns += [turn for group in world.pull().groups for turn in group.turns]
+        assert world.pull().groups
     assert world.result["policies"]["solver"]["verified"]
-    for version in {int(v) for turn in turns for v in turn.versions}:
-        held, live = model.build(model.assets(world._loaded))[0], dict[str, Any]()
-        subscriber = pulse.Subscriber(world.recipe.store_url("solver"), view="fp8")
-        subscriber.sync(live := subscriber.allocate(), version=version)
-        bits = subscriber_bits(world, version)
-        made = pulse.Quantised(pulse.Fp8(), bits).look()
-        assert pulse.digest(live) == pulse.digest(dict(made)) == history.find(version).views["fp8"].digest
-        for name, parameter in held.named_parameters():
-            value = live[name].float()
-            if value.ndim == 2 and "embed" not in name:  # one block, in a model as small as this
-                value = value * live[f"{name}_scale_inv"].item()
-            with torch.no_grad():
-                parameter.copy_(value.bfloat16())
-        assert any(not torch.equal(parameter, bits[name]) for name, parameter in held.named_parameters())
-        for turn in turns:
-            if (turn.versions == version).all():
-                ids = torch.from_numpy(np.concatenate([turn.prompt, turn.tokens]))[None]
-                with torch.no_grad():
-                    logits = held(input_ids=ids).logits[0, len(turn.prompt) - 1 : -1].float()
-                found = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(turn.tokens)[:, None])[:, 0]
-                np.testing.assert_allclose(turn.logprobs, found.numpy(), atol=0.05)
+    settings = SamplerSettings(world.recipe.store_url("solver"), view="fp8")
+    sampler = BuiltinSampler("near-1", settings, model.assets(world._loaded))
+    for version in range(3):
+        digest = sampler.follow(version).digest
+        weights = subscriber_bits(world, version)
+        made = pulse.Quantised(pulse.Fp8(), weights).look()
+        assert digest == pulse.digest(dict(made)) == history.find(version).views["fp8"].digest
+        quantised = 0
+        for name, parameter in sampler._model.named_parameters():
+            expected = weights[name]
+            if expected.ndim == 2 and "embed" not in name:  # one block, in a model as small as this
+                scale = float(made[f"{name}_scale_inv"].read(0, 1).view(np.float32)[0])
+                codes = torch.from_numpy(made[name].read(0, expected.numel()).copy()).view(torch.float8_e4m3fn)
+                expected = (codes.float() * scale).bfloat16().reshape(expected.shape)
+                assert not torch.equal(expected, weights[name])
+                quantised += 1
+            assert torch.equal(parameter, expected), name
+        assert quantised == 14  # of two layers
 
 
 def subscriber_bits(world: World, version: int) -> dict[str, torch.Tensor]:
@@ -381,7 +379,7 @@ def test_an_interrupted_turn_says_of_each_token_which_version_made_it(
         assert own[late].mean() < other[late].mean() / 5
 
 
-def _with(recipe: Recipe, *, interrupt: bool) -> Recipe:
+def _with(recipe: Recipe, **of_pool: Any) -> Recipe:
     import msgspec
 
-    return msgspec.structs.replace(recipe, pools=[msgspec.structs.replace(recipe.pools[0], interrupt=interrupt)])
+    return msgspec.structs.replace(recipe, pools=[msgspec.structs.replace(recipe.pools[0], **of_pool)])
