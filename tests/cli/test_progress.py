@@ -111,6 +111,13 @@ def test_commands_say_it_in_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.search(line, capsys.readouterr().err, re.M)
     command("verify", store)
     assert re.search(r"^verify: manifest 0: 0 of 2 \(0%\)$", capsys.readouterr().err, re.M)
+    command("copy", store, tmp_path / "copy")
+    assert re.search(r"^copy: .*: \d+ of \d+ \(\d+%\)$", capsys.readouterr().err, re.M)
+    publisher = pulse.Publisher(store, anchor_every=1)
+    for version in (2, 3):
+        publisher.publish({"w": np.full(500_000, version, dtype=np.float32)}, version=version)
+    command("prune", store, "--retain", 1, "--grace", 0)
+    assert re.search(r"^prune: (.*: )?\d+ of \d+ \(\d+%\)$", capsys.readouterr().err, re.M)
 
 
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """What the driver of a run decides, without processes."""
 
+import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +16,10 @@ from pulse_rl.flow import recipe_file
 from pulse_rl.flow.driver import run
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.driver.failures import SHOWN, Failures
-from pulse_rl.flow.recipe import Recipe
+from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+from pulse_rl.watch import Exporter
+from pulse_rl.watch.alarms import ALARMS
+from pulse_rl.watch.measurements import Measurement
 from tests.flow.world import group, started
 
 
@@ -101,7 +106,30 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run._Driver:
     monkeypatch.setattr(flow, "status", lambda: status() | {"pid": 1})
     for name in ("Trainers", "Pools", "Evaluations"):
         monkeypatch.setattr(run, name, _Services)
-    return run._Driver(Recipe(out=str(tmp_path)), flow, Display("p", 1), lambda: 0, (), time.monotonic())
+    recipe = Recipe(out=str(tmp_path), policies={"p": PolicyRecipe()})
+    return run._Driver(recipe, flow, Display("p", 1), lambda: 0, (), time.monotonic())
+
+
+def test_what_processes_log_is_shown_and_what_they_hold_is_exported(
+    driver: run._Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A message once, also while the board has it; a warning on the page too. Workers' versions, and alarms."""
+    held = {"version": 3, "syncs": 1, "fetched_nbytes": 70}
+    driver._dataflow.report("w0", {"note": ("halfway", 1.0), "policies": {"p": held}})
+    found: list[Measurement] = []
+    driver._exporters = (cast(Exporter, SimpleNamespace(take=found.extend)),)
+    driver._update()
+    driver._dataflow.report("w0", {"warning": ("the store is away", 2.0)})
+    driver._show_next = 0.0
+    driver._update()
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("w0: ")] == ["w0: halfway", "w0: the store is away"]
+    shown = json.loads((tmp_path / run_directory.NOW).read_text())
+    assert shown["warnings"] == {"w0": ["the store is away", 2.0]}
+    exported = {(one.name, one.labels.worker, one.of): one.value for one in found}
+    assert exported["pulse_version", "w0", ""] == 3
+    assert exported["pulse_payload_bytes_total", "w0", "anchor"] == 70
+    assert {of for name, _, of in exported if name == "pulse_alarm"} == set(ALARMS)
 
 
 @pytest.mark.parametrize("stopped", [True, False])
