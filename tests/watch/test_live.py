@@ -102,15 +102,15 @@ def test_it_looks_only_while_somebody_reads() -> None:
 def test_a_source_that_cannot_be_read_says_so_and_comes_back() -> None:
     async def steps(session: Any, address: str) -> None:
         texts = ""
-        came = '</td><td>90 s ago</td><td>–</td><td class="words"><span>ok</span></td>'
-        back = f"<span>b</span></td><td>3{came}"
+        line = '<span>{}</span></td><td class="words"><span>{}</span></td><td>{}</td><td>{}</td><td>–</td>'
+        back = line.format("b", "ok", 3, "90 s ago")
         async with session.get(f"{address}events") as answer:
             while "the store is away" not in texts or back not in texts:
                 texts += "".join(html for event in await events(answer, 1) for _, html, _ in event["blocks"])
         assert "cannot be read: StoreError: the store is away" in texts
         # A line of each at the top, also of the one that cannot be read.
-        assert f"<span>a</span></td><td>1{came}" in texts
-        assert '<span>b</span></td><td>–</td><td>–</td><td>–</td><td class="words"><span>cannot be read' in texts
+        assert line.format("a", "ok", 1, "90 s ago") in texts
+        assert line.format("b", "cannot be read", "–", "–") in texts
 
     visit([Counted("a"), Counted("b", fails=(2,))], steps)
 

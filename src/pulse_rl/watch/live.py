@@ -178,7 +178,7 @@ class LivePage:
         if len(self._sources) == 1:
             return []
         page = Page("All", "")
-        columns = ("", "newest version", "came", "furthest behind", "verdict")
+        columns = ("", "verdict", "newest version", "came", "furthest behind")
         page.table("All runs and stores", columns, [_row(line) for lines in self._lines for line in lines])
         return page.blocks[-1:]
 
@@ -211,7 +211,7 @@ def _encoded(blocks: Sequence[PageBlock]) -> list[bytes]:
 
 def _row(line: HistoryLine) -> list[str]:
     came = "–" if line.age_s is None else f"{seconds(line.age_s)} ago"
-    return [line.of, or_dash(line.version), came, or_dash(line.behind), line.verdict]
+    return [line.of, line.verdict, or_dash(line.version), came, or_dash(line.behind)]
 
 
 def or_dash(number: int | None) -> str:
