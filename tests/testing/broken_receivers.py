@@ -15,6 +15,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.testing import Held, Source
+from pulse_rl.testing.models import SCALE
 from tests.testing.simple_receiver import Simple, SimpleStaged, Weights, beside, equal, integers, parse
 
 FAULTS: dict[type, set[str]] = {}  # the checks that must fail, and no others
@@ -238,6 +239,54 @@ class AppliesWhatIsObsolete(Simple):
         staged = super().stage(version)
         assert staged.new is not None
         return Scattered(self, staged.target, staged.new)
+
+
+def codes(new: Weights) -> set[str]:
+    """The tensors that have scales beside them."""
+    return {name for name in new if f"{name}{SCALE}" in new}
+
+
+@found_by("quantised")
+class ForgetsScales(Simple):
+    """Codes are written, and their scales are left as they are."""
+
+    def write(self, new: Weights) -> None:
+        super().write({name: tensor for name, tensor in new.items() if not name.endswith(SCALE)})
+
+
+@found_by("quantised")
+class ScalesBeforeCodes(Simple):
+    """Scales are small, and are written when a version is staged, before the codes that they are for."""
+
+    def stage(self, version: int | None = None) -> SimpleStaged:
+        staged = super().stage(version)
+        assert staged.new is not None
+        self.write({name: tensor for name, tensor in staged.new.items() if name.endswith(SCALE)})
+        return staged
+
+
+@found_by("quantised")
+class KnowsWholeBlocks(Simple):
+    """Of codes, blocks that are cut off at an edge are left as they are."""
+
+    def write(self, new: Weights) -> None:
+        matrices = {name for name in codes(new) if new[name].ndim == 2}
+        for name in matrices:
+            rows, columns = (side // 128 * 128 for side in new[name].shape)
+            self.put(self.live[name][:rows, :columns], new[name][:rows, :columns])
+        super().write({name: tensor for name, tensor in new.items() if name not in matrices})
+
+
+@found_by("quantised")
+class OrdersExpertsAsText(Simple):
+    """The codes of a stack's experts are written in the order of their numbers as text: 10 comes before 2."""
+
+    def write(self, new: Weights) -> None:
+        stacks = {name for name in codes(new) if new[name].ndim == 3}
+        for name in stacks:
+            for place, expert in enumerate(sorted(range(len(new[name])), key=str)):
+                self.put(self.live[name][place], new[name][expert])
+        super().write({name: tensor for name, tensor in new.items() if name not in stacks})
 
 
 @found_by("pruned")

@@ -6,7 +6,7 @@ from pulse_rl.codecs.choose import CodecName
 from pulse_rl.testing import models
 from pulse_rl.testing.memory import Place
 from pulse_rl.testing.models import PublishedModel
-from pulse_rl.testing.protocol import Adapter
+from pulse_rl.testing.protocol import Adapter, CanStage
 from pulse_rl.testing.recorded import record
 from pulse_rl.testing.trial import ReceiverTrial
 
@@ -20,6 +20,7 @@ class Exact(NamedTuple):
     places: tuple[Place, ...] = ("plain",)  # how the weights lie in memory, in one trial each
     tied_apart: bool = False
     patches: int = 3
+    staged: bool = False  # whether patches are staged, by a receiver that can
 
     def follow(self, adapter: Adapter) -> None:
         recorded = record(self.model, 1 + self.patches, codec=self.codec)
@@ -28,7 +29,10 @@ class Exact(NamedTuple):
                 trial.sync()
                 for _ in range(self.patches):
                     trial.source.show()
-                    trial.sync()
+                    if self.staged and isinstance(trial.receiver, CanStage):
+                        trial.apply(trial.stage())
+                    else:
+                        trial.sync()
 
 
 CHECKS = {
@@ -97,6 +101,12 @@ CHECKS = {
     "tied": Exact("Two names of one tensor, as of an embedding and a head.", models.TIED, "context"),
     "tied-apart": Exact(
         "Names that the trainer ties are two tensors of the receiver: both follow.", models.TIED, tied_apart=True
+    ),
+    "quantised": Exact(
+        "Codes and scales of FP8 as a view has them: blocks cut off at the edges, stacks of experts, scales that move.",
+        models.QUANTISED,
+        "context",
+        staged=True,
     ),
     "no-changes": Exact("Versions in which no bit changes are reported all the same.", models.STILL),
 }

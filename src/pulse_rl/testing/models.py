@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.weights.views.fp8 import Fp8
+from pulse_rl.weights.views.quantised import Quantised
 
 State: TypeAlias = dict[str, UIntArray]
 Step: TypeAlias = Callable[[str, str, UIntArray, np.random.Generator, int], None]  # name, dtype, bits (n,), …, version
@@ -223,6 +225,40 @@ def _transformer(step: Step, name: str, tied: bool = False) -> PublishedModel:
 LLM = _transformer(nudge, "llm")
 TIED = _transformer(nudge, "tied", tied=True)
 STILL = _transformer(keep, "still")
+
+
+class _View(PublishedModel):
+    """A view of a model in bfloat16. tensors: those of the view."""
+
+    def states(self, count: int, seed: int = 0) -> list[State]:
+        """Of weights some of which move by a tenth; one in each tensor grows and shrinks, and takes a scale along."""
+        random = np.random.default_rng(seed)
+        shapes = {name: shape for name, (_, shape) in self.tensors.items() if not name.endswith(SCALE)}
+        live = {name: torch.from_numpy(random.normal(size=shape)).bfloat16() for name, shape in shapes.items()}
+        found = []
+        for version in range(count):
+            for tensor in live.values():
+                flat, where = tensor.view(-1), torch.from_numpy(_few(tensor.numel(), random, 0.05))
+                flat[where] *= 1 + 0.1 * torch.from_numpy(random.normal(size=len(where))).bfloat16()
+                flat[-1] = (8, 6, 16)[version % 3]
+            view = Quantised(Fp8(), live).look()
+            flat_bits = {name: view[name].read(0, view[name].size).copy() for name in self.tensors}
+            found.append({name: bits.reshape(self.tensors[name][1]) for name, bits in flat_bits.items()})
+        return found
+
+
+SCALE = "_scale_inv"
+QUANTISED = _View(
+    "quantised",
+    {
+        "model.q.weight": ("float8_e4m3fn", (260, 140)),  # blocks of 128 × 128 are cut off at both edges
+        f"model.q.weight{SCALE}": ("float32", (3, 2)),
+        "model.experts.up": ("float8_e4m3fn", (11, 40, 64)),
+        f"model.experts.up{SCALE}": ("float32", (11, 1, 1)),
+        "model.norm.weight": ("bfloat16", (64,)),
+    },
+    keep,  # not asked for: `states` changes bits
+)
 
 
 def torch_tensors(model: PublishedModel, state: Mapping[str, UIntArray]) -> dict[str, Any]:
