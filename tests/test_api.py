@@ -1,16 +1,20 @@
 """The public surface: what is exported, and what importing it costs."""
 
 import inspect
+import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pulse_rl as pulse
 from pulse_rl import errors
+from tests import ROOT
 
 ERRORS = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
 
@@ -44,7 +48,7 @@ def test_unknown_attribute() -> None:
         _ = pulse.nothing
 
 
-@pytest.mark.parametrize("room", ["study", "integrations", "testing", "watch"])
+@pytest.mark.parametrize("room", ["flow", "study", "integrations", "testing", "watch"])
 def test_public_rooms_are_attributes_and_cost_nothing_before(room: str) -> None:
     code = (
         "import sys, pulse_rl as p\n"
@@ -53,6 +57,49 @@ def test_public_rooms_are_attributes_and_cost_nothing_before(room: str) -> None:
         "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Signatures
+
+# What has a default and is given by its place: each has one meaning in its verb.
+BY_PLACE = {"after", "device", "group", "number", "plugins", "provider", "registry", "settings", "text", "version"}
+
+
+def test_options_are_given_by_name() -> None:
+    """In every public function and class, and its methods. What only we make, as reports, is made as we like."""
+    by_place = set()
+    for room in (pulse, pulse.study, pulse.testing, pulse.watch, pulse.flow):
+        for value in [getattr(room, name) for name in room.__all__]:
+            made_by_us = value is not pulse.Fp8 and (hasattr(value, "__match_args__") or issubclass_of_error(value))
+            calls = [] if made_by_us else [value]
+            if inspect.isclass(value):
+                calls += [call for name, call in vars(value).items() if name[0] != "_" and inspect.isfunction(call)]
+            for call in calls:
+                by_place |= {
+                    parameter.name
+                    for parameter in inspect.signature(call).parameters.values()
+                    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is not parameter.empty
+                }
+    assert by_place == BY_PLACE
+
+
+def issubclass_of_error(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, BaseException)
+
+
+@pytest.mark.slow
+def test_types_are_known_to_who_uses_the_package(tmp_path: Path) -> None:
+    """A user's program under mypy's strictest settings, where nothing of this repository is checked or configured."""
+    shutil.copy(ROOT / "tests" / "typed_sample.py", tmp_path)
+    options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--no-incremental"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "typed_sample.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 # Errors

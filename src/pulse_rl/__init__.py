@@ -12,8 +12,8 @@
 
     with pulse.PulseLoCo(model, inner_optimizer, sync_every=8): ...   # between trainers
 
-Everything public is listed in `__all__`, or lies in `pulse_rl.study`, `pulse_rl.integrations`, `pulse_rl.testing` or
-`pulse_rl.watch`. It is imported when it is first used, so `import pulse_rl` costs nothing.
+Everything public is listed in `__all__`, or lies in `pulse_rl.study`, `.integrations`, `.testing`, `.flow` or
+`.watch`. It is imported when it is first used, so `import pulse_rl` costs nothing.
 """
 
 from importlib import import_module
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pulse_rl.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from pulse_rl import flow as flow
     from pulse_rl import integrations as integrations
     from pulse_rl import study as study
     from pulse_rl import testing as testing
@@ -132,7 +133,7 @@ _HOME = {
     "status": "history.operate.status",
     "verify": "history.operate.verify",
 }
-_ROOMS = ("integrations", "study", "testing", "watch")
+_ROOMS = ("flow", "integrations", "study", "testing", "watch")
 
 __all__ = [
     "BaseMismatchError",

@@ -95,7 +95,7 @@ def untied() -> dict[str, torch.Tensor]:
 
 def sharded(group: Any, rank: int, size: int, sources: tuple[int, ...], cuts: dict[int, tuple[str, int, int]]) -> Any:
     """cuts: rank → how its share is cut, its place, and how many shares."""
-    channel = pulse.Channel(group, sources, bucket_nbytes=BUCKET, validate_every=1)
+    channel = pulse.Channel(group, source=sources, bucket_nbytes=BUCKET, validate_every=1)
     full = untied()
     weights: Any = untied() if rank in sources else {name: torch.zeros_like(t) for name, t in full.items()}
     if rank in cuts:
@@ -158,7 +158,7 @@ def of_fsdp(group: Any, rank: int, size: int) -> Any:
     model: Any = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 7)).bfloat16()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     mesh = DeviceMesh("cpu", [0, 1])
-    channel = pulse.Channel(group, (0, 1), bucket_nbytes=BUCKET)
+    channel = pulse.Channel(group, source=(0, 1), bucket_nbytes=BUCKET)
     if rank < 2:
         fully_shard(model, mesh=mesh)
     else:

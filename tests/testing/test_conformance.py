@@ -70,7 +70,7 @@ def test_a_receiver_that_is_right(check: Check, skipped: bool) -> None:
 
 
 def test_ranks_that_are_right() -> None:
-    report = run(Adapter(TwoRanks), [*RANKS, "tied", "failing-call", "stage"])
+    report = run(Adapter(TwoRanks), only=[*RANKS, "tied", "failing-call", "stage"])
     assert (report.failed, report.skipped) == ((), ("stage",))
 
 
@@ -80,14 +80,14 @@ def test_a_planted_fault_fails_in_the_checks_that_are_for_it(fault: Any) -> None
     """Exactly those fail. Of the others a third are run, other ones for each fault, and none that takes long."""
     expected, number = FAULTS[fault], list(FAULTS).index(fault)
     some = {name for place, name in enumerate(CHECKS) if (place + number) % 3 == 0} - LONG - OUTAGES
-    report = run(Adapter(fault), sorted(expected | some))
+    report = run(Adapter(fault), only=sorted(expected | some))
     assert {one.name: one.detail for one in report.results if one.name in set(report.failed) ^ expected} == {}
     assert not report.ok
     assert all(one.detail for one in report.results if one.outcome != "passed")
 
 
 def test_a_report_is_a_table() -> None:
-    report = run(Adapter(Simple), ["stage", "scalars", "one-rank-fails"])
+    report = run(Adapter(Simple), only=["stage", "scalars", "one-rank-fails"])
     assert (report.ok, report.failed, report.skipped) == (True, (), ("one-rank-fails",))
     lines = str(report).splitlines()
     assert [line.split()[:2] for line in lines[:-1]] == [
@@ -97,7 +97,7 @@ def test_a_report_is_a_table() -> None:
     ]
     assert lines[-1] == "Simple: 2 passed, 0 failed, 1 skipped"
     with pytest.raises(ValueError, match="expected names of checks"):
-        run(Adapter(Simple), ["nonsense"])
+        run(Adapter(Simple), only=["nonsense"])
 
 
 def test_what_a_receiver_raises_is_a_finding() -> None:
@@ -105,7 +105,7 @@ def test_what_a_receiver_raises_is_a_finding() -> None:
         def held(self) -> Any:
             raise RuntimeError("nothing is held")
 
-    report = run(Adapter(Broken), ["scalars"])
+    report = run(Adapter(Broken), only=["scalars"])
     assert report.failed == ("scalars",)
     assert report.results[0].detail == "RuntimeError: nothing is held"
     with pytest.raises(RuntimeError):

@@ -139,7 +139,7 @@ class Report:
         return "\n".join([*lines, total])
 
 
-def run(adapter: Adapter, only: Sequence[str] | None = None) -> Report:
+def run(adapter: Adapter, *, only: Sequence[str] | None = None) -> Report:
     """Run checks, one after another, without a test runner.
 
     Args:

@@ -65,8 +65,8 @@ class Channel:
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        source: int | Sequence[int] = 0,
         *,
+        source: int | Sequence[int] = 0,
         codec: CodecName = "auto",
         cast: str | torch.dtype | None = None,
         bucket_nbytes: int = BUCKET_NBYTES,
@@ -115,7 +115,7 @@ class Channel:
         return self._sender if self._wire.ranks.rank in self._settings.source else self._receiver
 
     @in_turn
-    def reconnect(self, group: dist.ProcessGroup | None = None, source: int | Sequence[int] = 0) -> None:
+    def reconnect(self, group: dist.ProcessGroup | None = None, *, source: int | Sequence[int] = 0) -> None:
         """Go on in another process group, as after a rank was lost: what this rank holds is kept. A collective of it.
 
         Args:

@@ -118,6 +118,8 @@ class Publisher:
         has_group: Whether all ranks call its methods together, as it was made with a group.
     """
 
+    history: History  # set by a function within, which type checkers of users do not look into
+
     def __init__(
         self,
         store: Store | str | Path,

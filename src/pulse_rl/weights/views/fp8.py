@@ -13,7 +13,7 @@ IGNORED = ("lm_head", "*embed*", "wte", "wpe", "gate", "router", "shared_expert_
 MX_BLOCK = (1, 32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fp8:
     """A view in FP8 E4M3, with a scale for each block, as checkpoints of engines have it.
 
