@@ -30,6 +30,9 @@ def documents() -> list[dict[str, Any]]:
 def test_linters_find_nothing() -> None:
     lint("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS)
     lint("check-jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml")
+    forms = [file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir() if file.name != "config.yml"]
+    lint("check-jsonschema", "--builtin-schema", "vendor.github-issue-forms", *forms)
+    lint("check-jsonschema", "--builtin-schema", "vendor.citation-file-format", ROOT / "CITATION.cff")
     lint("zizmor", "--offline", "--quiet", ROOT / ".github")
     lint("hadolint", *DEPLOY.glob("*.Dockerfile"))
     lint("kubernetes-validate", "--strict", *(file for file in MANIFESTS if file.name != "kustomization.yaml"))
