@@ -167,7 +167,7 @@ def _open(targets: list[str], stack: ExitStack) -> StudySource:
     if len(targets) == 1 and kinds[0][0] == "store":
         directory = stack.enter_context(scratch())
         with output.progress("fetch") as update:
-            return Stored(History(kinds[0][1]), directory, update)
+            return Stored(History(kinds[0][1]), directory, progress=update)
     for target, (kind, _) in zip(targets, kinds, strict=True):
         if kind != "checkpoint":
             raise ValueError(

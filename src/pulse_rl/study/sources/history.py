@@ -73,7 +73,7 @@ class Stored:
     kind: Literal["checkpoints", "store"] = "store"
 
     def __init__(
-        self, history: History, directory: Path, progress: Callable[[int, int], object] = lambda done, total: None
+        self, history: History, directory: Path, *, progress: Callable[[int, int], object] = lambda done, total: None
     ) -> None:
         self.location = history.store.url
         self.notes: list[str] = []
