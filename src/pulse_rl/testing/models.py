@@ -251,11 +251,11 @@ SCALE = "_scale_inv"
 QUANTISED = _View(
     "quantised",
     {
-        "model.q.weight": ("float8_e4m3fn", (260, 140)),  # blocks of 128 × 128 are cut off at both edges
-        f"model.q.weight{SCALE}": ("float32", (3, 2)),
-        "model.experts.up": ("float8_e4m3fn", (11, 40, 64)),
-        f"model.experts.up{SCALE}": ("float32", (11, 1, 1)),
-        "model.norm.weight": ("bfloat16", (64,)),
+        "out.weight": ("float8_e4m3fn", (260, 140)),  # blocks of 128 × 128 are cut off at both edges
+        f"out.weight{SCALE}": ("float32", (3, 2)),
+        "experts.up": ("float8_e4m3fn", (11, 40, 64)),
+        f"experts.up{SCALE}": ("float32", (11, 1, 1)),
+        "norm.weight": ("bfloat16", (64,)),
     },
     keep,  # not asked for: `states` changes bits
 )

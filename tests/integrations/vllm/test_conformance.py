@@ -16,7 +16,7 @@ from tests.integrations.vllm.conformance import Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 OTHER_TENSORS = {f"dtypes-{count}" for count in ("1-byte", "2-bytes", "4-bytes", "8-bytes")}
-OTHER_TENSORS |= {"zeros", "nans", "patterns", "scalars", "empty-tensors", "shapes", "dimensions"}
+OTHER_TENSORS |= {"zeros", "nans", "patterns", "scalars", "empty-tensors", "shapes", "dimensions", "quantised"}
 NO_CALLS = {"failing-call", "outage", "recovery", "torn-read", "failing-stage", "killed", "killed-writing"}
 SKIPPED = OTHER_TENSORS | NO_CALLS | {"ranks-together", "one-rank-fails"}
 
