@@ -47,6 +47,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
         text = archive.read(metadata).decode()
         assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     assert f"\nVersion: {pulse.__version__}\n" in text
+    assert f"\nversion: {pulse.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert text.endswith((ROOT / "README.md").read_text())
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive_of_source:

@@ -13,8 +13,8 @@ import pulse_rl as pulse
 from pulse_rl.codecs.gap import GapCodec
 from tests import ROOT
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("guarantees", "security")}
-UNTESTED = ("What runs untested", "Who takes part")
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("guarantees", "security", "upgrades")}
+UNTESTED = ("What runs untested", "Who takes part", "What this release does with a newer format")
 
 
 def rows() -> Iterator[tuple[str, str]]:

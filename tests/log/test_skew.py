@@ -234,3 +234,16 @@ def test_the_golden_history_is_as_it_was() -> None:
     for file in files:
         hasher.update(file.relative_to(GOLDEN).as_posix().encode() + file.read_bytes())
     assert (len(files), hasher.hexdigest()[:16]) == (21, "0729e4a5acaf72a1")
+
+
+def test_golden_beginning_and_end(tmp_path: Path) -> None:
+    """Their bytes in a pruned history that has ended."""
+    publisher = pulse.Publisher(tmp_path, anchor_every=1, retain=1, grace=0)
+    for version in range(3):
+        publisher.publish({"w": np.full(4, version, np.uint16)}, version=version * 10)
+    publisher.end()
+    last = f'"version":20,"sequence":2,"digest":"{publisher.digest}","history":"{publisher.history.read(2).history}"'
+    for name, members in {"beginning": '"first":2', "end": last}.items():
+        body = f'{{"format":"pulse-rl/{name}","format_version":1,{members}'
+        found = (tmp_path / f"{name.replace('beginning', 'first')}.json").read_bytes()
+        assert found == f'{body},"blake3":"{blake3(body.encode()).hexdigest()}"}}'.encode()

@@ -536,3 +536,11 @@ def test_kinds_and_depths(name: str, kind: str, depth: int | None) -> None:
 def test_reports_survive_json() -> None:
     for report in (example(9, 2), example(2, 1, settings=False)):
         assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_the_keys_of_format_1() -> None:
+    """Of `report.json`: readers know them by name, so one that goes or is renamed needs another number."""
+    names = "format format_version pulse_rl source location versions stride elements full_nbytes settings spans steps"
+    names += " tensors kinds depths distances exponents recurrence notes seconds"
+    assert [field.name for field in msgspec.structs.fields(Report)] == names.split()
+    assert [field.default for field in msgspec.structs.fields(Report)][:2] == ["pulse-rl/study", 1]
