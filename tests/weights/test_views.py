@@ -130,6 +130,21 @@ def sections_of(before: dict[str, Any], live: dict[str, Any], random: Any) -> It
         yield SectionChanges((name,), places, np.array(counts), changes)
 
 
+def test_what_does_not_lie_in_one_run_is_quantised_anew() -> None:
+    """Nothing is said of it, so all of it is compared; of what stays bfloat16 is said what was given."""
+    live = {"a.weight": torch.randn(200, 150).bfloat16().t(), "norm.weight": torch.ones(4).bfloat16()}
+    follows, looks = Quantised(Fp8(), live).look(), Quantised(Fp8(), live)
+    live["a.weight"][3, 5] *= 64
+    live["norm.weight"][2] = 2
+    changes = Changes(np.array([2], np.uint32), np.array([0x3F80], np.uint16))
+    norm = SectionChanges(("norm.weight",), [whole((4,))], np.array([1]), changes)
+    at = Changes(np.array([3 * 200 + 5], np.uint32), np.array([0], np.uint16))
+    weight = SectionChanges(("a.weight",), [whole((150, 200))], np.array([1]), at)
+    assert follows.follow([weight, norm]) == [norm]
+    looks.look()
+    assert all(np.array_equal(everything(follows[name]), everything(looks[name])) for name in follows)
+
+
 def check_before(one: SectionChanges, before: dict[str, Any], view: Quantised) -> None:
     """What is said of a tensor is which of its codes have changed, and what they were."""
     (name,), ends = one.names, np.cumsum(one.counts)
