@@ -604,6 +604,23 @@ def _stopped_and_resumed(directory: Path, *, pushed: int) -> list[list[int]]:
     return [[each.number for each in batch.groups] for batch in batches if batch is not None]
 
 
+def test_a_worker_of_a_resumed_run_waits_for_what_the_trainer_says(tmp_path: Path) -> None:
+    """The journal's newest version may be damaged: the trainer gets past it with a later one."""
+    flow = dataflow("a", directory=tmp_path)
+    flow.begin("a", 0, 0)
+    flow.publish("a", 3, "d", 3)
+    kill(flow, tmp_path)
+    flow = dataflow("a", directory=tmp_path)
+    flow.resume()
+    flow.register("w0", "builtin", 8, ["a"])
+    assert flow.heartbeat("w0", {}).versions == {}
+    kill(flow, tmp_path)
+    flow = dataflow("a", directory=tmp_path)  # its process died meanwhile
+    assert flow.heartbeat("w0", {}).versions == {}
+    flow.begin("a", 3, 4)
+    assert flow.heartbeat("w0", {}).versions == {"a": 4}
+
+
 @pytest.mark.parametrize("pushed", range(4))
 def test_a_deterministic_run_goes_on_with_the_round_in_which_it_was_stopped(tmp_path: Path, pushed: int) -> None:
     assert _stopped_and_resumed(tmp_path, pushed=pushed) == [[0, 1, 2], [0, 1, 2]]

@@ -71,6 +71,7 @@ class BufferState(msgspec.Struct):
     digest: str | None = None
     step: int = 0  # steps that the newest version holds
     finished: bool = False
+    awaited: bool = False  # the run was resumed, and the trainer has not said yet with which version it goes on
     ready: dict[int, PolicyGroup] = {}  # by number of the task
     batches: dict[int, PolicyBatch] = {}  # given or made, and not committed
     again: list[int] = []  # batches that are given again as they were: who had them was lost
@@ -264,7 +265,7 @@ class PolicyBuffer:
     def begin(self, step: int, version: int, batches: int) -> None:
         """A trainer starts whose checkpoint holds so many steps, and so many batches; what it lost is given again."""
         state = self.state
-        state.finished = False
+        state.finished = state.awaited = False
         self.commit(batches)
         given = [number for number in state.batches if number < state.given and number not in state.owed]
         for number in given:
@@ -334,6 +335,7 @@ class PolicyBuffer:
     def resume(self) -> None:
         """The run goes on, perhaps with more steps. All policies take part at once, whichever trainer starts first."""
         self.state.finished = self.complete
+        self.state.awaited = True
 
     @property
     def complete(self) -> bool:

@@ -132,7 +132,10 @@ class Dataflow(StatusBoard):
         holder.versions = msgspec.convert(known, dict[str, Count])  # the next snapshot holds them, and must be readable
         self.report(worker, facts)
         stop = self._state.ended or worker in self._state.dismissed
-        newest = {name: version for name, version in self._state.newest().items() if version is not None}
+        # What the journal knows of before may be damaged: a trainer that goes on gets past it with a newer version.
+        awaited = {name for name, source in self._buffers.items() if source.state.awaited}
+        versions = self._state.newest().items()
+        newest = {name: version for name, version in versions if version is not None and name not in awaited}
         return Orders(stop, newest, self._dispatcher.live / QUESTIONS)
 
     def take(self, worker: str, playing: Sequence[int] | None = None) -> Task | None:
