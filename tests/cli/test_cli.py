@@ -221,7 +221,17 @@ def test_inspect_describes_a_checkpoint(run: Run, files: Files) -> None:
 def test_inspect_describes_a_store(run: Run, store: Path, where: str) -> None:
     target = (store / "store").as_uri() if where == "url" else store / where
     found = run("inspect", target, "--json").json()
-    assert found.keys() == {"url", "versions", "newest", "elements", "full_nbytes", "history", "signed", "problems"}
+    assert found.keys() == {
+        "url",
+        "versions",
+        "newest",
+        "elements",
+        "full_nbytes",
+        "history",
+        "signed",
+        "views",
+        "problems",
+    }
     assert found["problems"] == []
     assert found["url"] == (store / "store").as_uri()
     assert found["newest"] == 13
