@@ -87,6 +87,7 @@ def fails_cleanly(extra: str, what: str) -> None:
 
 def main(extras: list[str]) -> None:
     os.environ["PYTHONUTF8"] = "1"
+    os.environ.pop("PYTHONPATH", None)  # it could lead to a source tree
     with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         os.chdir(directory)
         for arguments in ("--help", "--version", "train --help", "plan --help"):

@@ -70,7 +70,7 @@ def test_the_wheel_alone_in_an_empty_environment(built: Path, tmp_path: Path) ->
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
     python = tmp_path / "empty" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     (wheel,) = built.glob("*.whl")
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", str(wheel)], check=True)
+    subprocess.run([str(python), "-I", "-m", "pip", "install", "--quiet", str(wheel)], check=True)
     done = subprocess.run([str(python), "-I", str(ROOT / "tests" / "installed.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("[run] @ file://") >= 1, done.stdout
