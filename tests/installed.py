@@ -75,9 +75,12 @@ def works(name: str, what: str) -> None:
         sys.exit(done.stdout + done.stderr)
 
 
-def fails_cleanly(extra: str, what: str) -> None:
-    """In one line that names an extra which is not there either, and what installs it."""
+def fails_cleanly(extra: str, what: str, *, beside: list[str]) -> None:
+    """In one line that names an extra which is not there either, and what installs it. Others may bring its needs."""
     done = run(what)
+    if beside and done.returncode == 0:
+        print(f"{extra}: works, by packages of {', '.join(beside)}")
+        return
     line = (done.stderr.strip().splitlines() or [""])[-1]
     named = re.search(r"is needed for this and is not installed: .*\bpip install .*\[(\w+)\]", line)
     assert done.returncode == 1, (extra, done)
@@ -100,7 +103,10 @@ def main(extras: list[str]) -> None:
             assert program
             works("quickstart", program[1])
         for extra, use in USES.items():
-            (works if extra in extras else fails_cleanly)(extra, use)
+            if extra in extras:
+                works(extra, use)
+            else:
+                fails_cleanly(extra, use, beside=extras)
 
 
 if __name__ == "__main__":
