@@ -83,7 +83,8 @@ def fitted(manager: Any, global_steps: int) -> dict[str, Any]:
         timing_raw={},
     )
     SeparateRayPPOTrainer._fit_update_weights(trainer)
-    return trainer.metrics | {f"timing_s/{name}": spent for name, spent in trainer.timing_raw.items()}
+    metrics: dict[str, Any] = trainer.metrics
+    return metrics | {f"timing_s/{name}": spent for name, spent in trainer.timing_raw.items()}
 
 
 def manifests(store: Path) -> list[Any]:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ from pulse_rl.weights.bits import HostBits
 SHAPES = {"embed": (96, 33), "mlp.up": (64, 41), "norm": (64,), "scale": (), "none": (0, 3)}  # of BF16 tensors
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
 ANCHOR_EVERY, RETAIN = 3, 5
-CODECS = ("gap", "context")
+CODECS: tuple[Literal["gap", "context"], ...] = ("gap", "context")
 LEDGER, SEEN = "ledger.jsonl", "seen.jsonl"  # what publishers were about to commit; what a subscriber synced to
 
 Weights = dict[str, torch.Tensor]

@@ -89,7 +89,7 @@ def test_grpo_samples_from_proved_weights_also_after_a_kill_an_outage_and_a_resu
 
     monkeypatch.setattr(trainer.vllm_generation.vllm_client, "generate", generating)
     timed: list[float] = []
-    monkeypatch.setattr(ProfilingContext, "_log_metrics", lambda self, s: self.name == SYNC and timed.append(s))
+    monkeypatch.setattr(ProfilingContext, "_log_metrics", lambda self, s: timed.extend([s] * (self.name == SYNC)))
     trainer.train()
     # TRL's own name for a sync is filled by TRL, which times ours; bytes and pauses are ours, in TRL's log.
     assert [spent > ours for spent, ours in zip(timed, transfer.seconds, strict=True)] == [True] * steps
