@@ -14,7 +14,7 @@ VERL_BIN := .venv-verl/bin
 # More processes than cores: many tests wait. A process without tests left takes some of another one's.
 PARALLEL := -n 6 --dist worksteal
 
-.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check audit dist clean
+.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs evidence check audit dist clean
 
 setup: .venv/.ready
 
@@ -122,6 +122,10 @@ docs: setup
 	$(BIN)/python tests/reference.py
 	$(BIN)/zensical build --clean --strict
 	$(BIN)/python tests/links.py site
+
+# docs/evidence.md's tables and picture, from the runs that bench/evidence keeps.
+evidence: setup
+	$(BIN)/python -m bench.evidence
 
 # What a release hands out, into dist/: checked as indexes do, then tried in an empty environment.
 dist: setup
