@@ -4,8 +4,8 @@
 
 A trainer computes for Tc seconds, then everybody waits while S bits are sent over a link of B bit/s (arXiv 2602.03839;
 `docs/plan.md` and the tests compare with its two points). Sizes are bits per change: the entropy of where changes are,
-plus a constant, fitted to measurements (`bench/measured.md`, "Codecs" and "Trainers"). `docs/plan.md` compares the
-formulas with them and lists what they leave out.
+plus a constant, fitted to measurements: of patches to a run of 400 steps (`bench/evidence/`), of payloads to
+`bench/measured.md`. `docs/plan.md` compares the formulas with them and lists what they leave out.
 """
 
 import math
@@ -31,11 +31,11 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    # Measured 19.5 to 25.5 bits at densities of 0.14 to 5.5 %, within 0.6 of this.
-    "gap": Rates(math.inf, 14.4, 1.34e-10, 9.5e-9),
-    # Measured 5.6 to 6.0 bits per step once a run is under way: given the old exponents, positions cost the same
-    # at any density.
-    "context": Rates(4.2, 1.6, 6.3e-10, 8.9e-8),
+    # Measured 17.0 to 22.4 bits at densities of 4.3 to 0.26 %, within 0.8 of this.
+    "gap": Rates(math.inf, 11.8, 1.4e-10, 2.1e-8),
+    # Given the old exponents, positions cost about the same at any density. Measured 4.8 bits in a run's first twenty
+    # steps, 6.0 in the next, and 6.4 to 7.6 from then on.
+    "context": Rates(5.4, 1.6, 6e-10, 2.5e-7),
 }
 # PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): 4.4 to 5.3 bits at densities of 18 to 5 %, from 5 %
 # below to 13 % above this ("The default's payloads" in bench/measured.md). A value is its sign and a little more;

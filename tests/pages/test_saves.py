@@ -47,7 +47,7 @@ def test_the_script_calculates_as_the_planner(tmp_path: Path) -> None:
                 assert found["full reload"]["nbytes"] == full.nbytes
                 assert found["the paper's codec"]["nbytes"] == pytest.approx(gap.nbytes, abs=1)
                 assert found["the paper's codec"]["seconds"] == pytest.approx(ours[0])
-                assert found["ours"]["seconds"] == pytest.approx(min(ours))
+                assert found["ours"]["seconds"] == pytest.approx(min(ours), rel=1e-5)  # the planner gives whole bytes
                 assert found["ours"]["pause"] == pytest.approx(pause)
             body = "document.querySelector('#saves tbody').innerText"
             before = await browser.run(body)
