@@ -13,6 +13,7 @@ from tests.store.through import Through, nothing
 from tests.test_architecture import MODULES
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07a\nERROR all is lost\r\u202egnp.exe"
+HANDLED = {"logging.getLogger('uvicorn.access')", "logging.getLogger('pulse_rl')"}  # get a filter or a handler there
 LOGGING = sorted(name for name, file in MODULES.items() if "logger(__name__)" in file.read_text())
 
 
@@ -22,7 +23,7 @@ def test_every_logger_is_made_in_one_place() -> None:
         if name != "logs":
             calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
             made = [ast.unparse(call) for call in calls if ast.unparse(call.func).endswith("getLogger")]
-            assert all(call == "logging.getLogger('uvicorn.access')" for call in made), name  # not ours: filtered only
+            assert set(made) <= HANDLED, name
 
 
 @pytest.mark.parametrize("name", LOGGING)

@@ -267,7 +267,7 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
             }
         metrics.append(directory, record)
     final = {"version": versions, "digest": "0123456789abcdef", "restarts": 0}
-    held = dict.fromkeys(HELD, 0) | final | {"fetched_nbytes": 12345, "sync_s": 1.5}
+    held = dict.fromkeys(HELD, 0) | final | {"fetched_nbytes": 12345, "sync_s": 1.5, "verified": True}
     seconds = {"start_s": 2.0, "idle_s": 3.0, "seconds": 8.0}
     named = {"id": HOSTILE, "pool": "near", "host": "node-3", "policies": {"solver": held}}
     worker = dict.fromkeys(WORKER, 0) | seconds | named
