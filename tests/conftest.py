@@ -41,12 +41,14 @@ COSTLY = {"whole", "server"}  # fixtures of a module: tests that share them stay
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups: dict[str, list[pytest.Item]] = {}
+    others: list[pytest.Item] = []
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(LONG):
+        if not item.nodeid.removeprefix("tests/").startswith(LONG):
+            others.append(item)
+        else:
             alone = COSTLY.isdisjoint(getattr(item, "fixturenames", ()))
             groups.setdefault(item.nodeid if alone else str(item.path), []).append(item)
-    long = list(groups.values())
-    short = iter([item for item in items if not item.nodeid.removeprefix("tests/").startswith(LONG)])
+    long, short = list(groups.values()), iter(others)
     # `--dist worksteal` gives each process as many tests that follow one another.
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ordered: list[pytest.Item] = []

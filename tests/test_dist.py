@@ -76,7 +76,7 @@ def test_the_wheel_alone_in_an_empty_environment(built: Path, tmp_path: Path) ->
     assert done.stdout.count("[run] @ file://") >= 1, done.stdout
 
 
-# What is said of extras
+# Messages about extras
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_codes_and_largest_magnitudes_are_those_of_the_twins(stack: tuple[Any, B
 @given(stacks(), st.integers(0, 2**32))
 def test_changes_are_followed_as_the_twins_see_them(stack: tuple[Any, BlockGrid, Any, int], seed: int) -> None:
     """Largest magnitudes are right, or STALE. Codes of changed elements, and of blocks with another scale, are those of
-    all quantised anew; what is said of them is which have changed, place by place, and the codes before."""
+    all quantised anew. The kernel returns which codes have changed, place by place, and what they were."""
     old, grid, factors, how = stack
     random = np.random.default_rng(seed)
     new = old.copy()

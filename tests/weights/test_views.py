@@ -131,7 +131,7 @@ def sections_of(before: dict[str, Any], live: dict[str, Any], random: Any) -> It
 
 
 def test_what_does_not_lie_in_one_run_is_quantised_anew() -> None:
-    """Nothing is said of it, so all of it is compared; of what stays bfloat16 is said what was given."""
+    """`follow` does not return it, so all of it is compared. It returns what stays bfloat16 as it was given."""
     live = {"a.weight": torch.randn(200, 150).bfloat16().t(), "norm.weight": torch.ones(4).bfloat16()}
     follows, looks = Quantised(Fp8(), live).look(), Quantised(Fp8(), live)
     live["a.weight"][3, 5] *= 64
@@ -146,7 +146,7 @@ def test_what_does_not_lie_in_one_run_is_quantised_anew() -> None:
 
 
 def check_before(one: SectionChanges, before: dict[str, Any], view: Quantised) -> None:
-    """What is said of a tensor is which of its codes have changed, and what they were."""
+    """`follow` returns which codes of a tensor have changed, and what they were."""
     (name,), ends = one.names, np.cumsum(one.counts)
     for place, a, b in zip(one.places, ends - one.counts, ends, strict=True):
         slices = place.slices(whole(view[name].shape))

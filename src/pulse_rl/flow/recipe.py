@@ -211,10 +211,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def loss_of(self, policy: str) -> Plugin:
         """The loss of a policy: of one that pools sample with a view, tis in place of the default."""
-        given, viewed = (
-            self.policies[policy].loss,
-            any(pool.view for pool in self.pools if policy in self.held_by(pool)),
-        )
+        given = self.policies[policy].loss
+        viewed = any(pool.view for pool in self.pools if policy in self.held_by(pool))
         return Plugin("tis") if viewed and given == _GRPO else given
 
     def with_absolute_paths(self) -> "Recipe":

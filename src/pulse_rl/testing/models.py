@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.fp8 import Fp8
 from pulse_rl.weights.views.quantised import Quantised
 
@@ -247,7 +248,7 @@ class _View(PublishedModel):
         return found
 
 
-SCALE = "_scale_inv"
+SCALE = ViewFormat(Fp8()).scale_name("")
 QUANTISED = _View(
     "quantised",
     {

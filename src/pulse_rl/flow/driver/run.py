@@ -148,7 +148,7 @@ def train(
 
 
 class _Driver:
-    """The services of a run, and what its driver does with them. begun: when a person was told that it starts."""
+    """The services of a run, and what its driver does with them. begun: when the console said that the run starts."""
 
     def __init__(
         self,

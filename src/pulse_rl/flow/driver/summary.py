@@ -141,7 +141,7 @@ def _trainer_sync(given: PolicyRecipe, records: Sequence[dict[str, Any]]) -> dic
 def _held(held: Mapping[str, Any], final: Mapping[str, Any], *, at_end: bool, view: str | None) -> dict[str, Any]:
     """What a worker holds of a policy. One that left before the end has proved the version that it held then.
 
-    A view has a digest of its own, with which the worker has proved what it holds.
+    A view has another digest than the weights; the worker has compared what it holds with that one.
     """
     key = "version" if view else "digest"
     verified = held["verified"] and (not at_end or held[key] == final[key])

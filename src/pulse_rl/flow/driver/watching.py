@@ -72,10 +72,10 @@ class RunSource:
         going_on = run_directory.running(self._recipe.directory)
         result = None if going_on else self._result()
         state = "going on" if going_on else "stopped" if result is None else "ended"
-        lines = []
+        lines, workers = [], self._shown()["workers"].values()
         for name in self._recipe.trained:
             newest = self._series[name].last.get("version")
-            behind = [self._behind(name, one["facts"]) for one in self._shown()["workers"].values()]
+            behind = [self._behind(name, one["facts"]) for one in workers]
             alarms = () if result is not None else self._alarms(name, going_on=going_on)
             verdict = ", ".join([state, *(alarm.name for alarm in alarms)])
             of = self.name if self._recipe.only else f"{self.name}: {name}"
