@@ -91,8 +91,9 @@ def test_each_request_may_fail_once(done: bool) -> None:
         failed += last is not first
         if failing.left > 0:
             break
-    # All requests of three rounds, and then none. Of writes whose answer was lost most are recognised as one's own.
-    assert (k > 5 and failed > 1) if done else 20 < failed < 99
+    # All requests of three rounds, and then none. Of writes whose answer was lost most are recognised as one's own; the
+    # first never is, and how many others depends on who writes first.
+    assert (k > 5 and failed) if done else 20 < failed < 99
 
 
 def test_another_model_world_size_or_option_is_refused_on_all(store: Store) -> None:

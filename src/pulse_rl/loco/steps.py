@@ -47,10 +47,6 @@ class InnerSteps:
                 f"inner_optimizer: expected a torch optimizer that calls hooks, found {type(optimizer).__name__}, "
                 "which wraps one: give the one it wraps (Accelerate: optimizer.optimizer)"
             ) from None
-        self._handles += [
-            register_optimizer_step_pre_hook(self._before_any),
-            register_optimizer_step_post_hook(self._after_any),
-        ]
         _entered.append(self)
 
     def stop(self) -> None:
@@ -84,6 +80,22 @@ class InnerSteps:
                 f"of another {type(optimizer).__name__}, which no round would count: leave the context and make one "
                 "with that optimizer"
             )
+
+
+def _before(*step: Any) -> None:
+    for each in tuple(_entered):
+        each._before_any(*step)
+
+
+def _after(*step: Any) -> None:
+    for each in tuple(_entered):
+        each._after_any(*step)
+
+
+# Once and for good, not with each context: torch goes through these hooks without a lock, so that a step in another
+# thread fails when one is added or removed meanwhile.
+register_optimizer_step_pre_hook(_before)
+register_optimizer_step_post_hook(_after)
 
 
 def warn_unexchanged(steps: int, round: int) -> None:
