@@ -21,7 +21,7 @@ from pulse_rl.flow.driver.display import Display
 WAYS = {
     "bf16": [],
     "fp8": ["pools.worker.view=fp8"],
-    "fp8, clipped": ["pools.worker.view=fp8", "loss.clip=0.2"],
+    "fp8, clipped": ["pools.worker.view=fp8", "loss=grpo"],
 }
 
 

@@ -69,6 +69,23 @@ def test_set_changes_one_value(text: str, read: Callable[[Recipe], bool]) -> Non
     assert read(_load("solver-verifier", text))
 
 
+@pytest.mark.parametrize(
+    ("sets", "loss"),
+    [
+        ((), Plugin("grpo")),
+        (("pools.worker.view=fp8",), Plugin("tis")),
+        (("pools.worker.view=fp8", "loss=grpo"), Plugin("grpo")),
+        (("pools.worker.view=fp8", "loss.clip=0.1"), Plugin("grpo", {"clip": 0.1})),
+    ],
+)
+def test_a_policy_that_is_sampled_with_a_view_is_corrected_unless_a_loss_is_named(
+    sets: tuple[str, ...], loss: Plugin
+) -> None:
+    recipe = _load("math", *sets)
+    assert [policy.loss for policy in recipe.policies.values()] == [loss]
+    assert recipe_file.to_document(recipe)["policies"]["solver"]["loss"] == loss.to_toml()
+
+
 # What is set, and what the sentence must hold: the key, what was expected, what was found.
 BAD = [
     ("stesp=3", ["stesp", "did you mean steps"]),

@@ -209,12 +209,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The policies that a pool's workers hold."""
         return list(pool.policies or self.policies)
 
-    def loss_of(self, policy: str) -> Plugin:
-        """The loss of a policy: of one that pools sample with a view, tis in place of the default."""
-        given = self.policies[policy].loss
-        viewed = any(pool.view for pool in self.pools if policy in self.held_by(pool))
-        return Plugin("tis") if viewed and given == _GRPO else given
-
     def with_absolute_paths(self) -> "Recipe":
         """The same settings for processes elsewhere, which have other working directories."""
         policies = {
@@ -408,7 +402,7 @@ def _check_plugins(recipe: Recipe) -> None:
         key = f"policies.{name}"
         with _under(key):
             check_codec(policy.codec)
-        registry.build("loss", recipe.loss_of(name), key=f"{key}.loss")
+        registry.build("loss", policy.loss, key=f"{key}.loss")
         for kind in ("advantage", "filter", "replay"):
             plugin = getattr(policy, kind)
             if plugin is not None:

@@ -177,7 +177,18 @@ def parse(document: Mapping[str, Any]) -> Recipe:
             given[key] = _struct(AutoscaleRecipe, value, key)
         else:
             given[key] = _field(Recipe, key, value, key)
-    return Recipe(**given)
+    return _with_losses(Recipe(**given), document)
+
+
+def _with_losses(recipe: Recipe, document: Mapping[str, Any]) -> Recipe:
+    """A policy that pools sample with a view has the loss `tis`, if its document names none."""
+    viewed = {name for pool in recipe.pools if pool.view for name in recipe.held_by(pool)}
+    given = {name for name, table in document.get("policies", {}).items() if "loss" in table}
+    policies = {
+        name: msgspec.structs.replace(policy, loss=Plugin("tis")) if name in viewed - given else policy
+        for name, policy in recipe.policies.items()
+    }
+    return msgspec.structs.replace(recipe, policies=policies)
 
 
 def _workflow(table: dict[str, Any]) -> WorkflowRecipe:

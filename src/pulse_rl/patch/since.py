@@ -70,10 +70,7 @@ class Since:
     def find(self, one: PatchSection) -> Iterator[Found]:
         """The changes of all segments of a group, in order, of some at a time."""
         held = self._laid.of(np.arange(one.numbers.start, one.numbers.stop), one.itemsize)
-        for compared in compare_held(self._spots.of(one.numbers), held):
-            self.delta += compared.delta
-            self.diff_s += compared.diff_s
-            yield compared.found
+        yield from _add_up(self, compare_held(self._spots.of(one.numbers), held))
 
 
 def compare_held(spots: cpu.Spots, held: cpu.Elements) -> Iterator[_Compared]:
@@ -97,6 +94,14 @@ def compare_held(spots: cpu.Spots, held: cpu.Elements) -> Iterator[_Compared]:
         return _Compared(Found(edges, Changes(indices, new), old), -gained, time.perf_counter() - clock)
 
     return ordered_map(compare, sliced(held.counts, AT_ONCE))
+
+
+def _add_up(scan: Since | Scan, several: Iterator[_Compared]) -> Iterator[Found]:
+    """Pass on what was found, and add up what it gains and takes."""
+    for compared in several:
+        scan.delta += compared.delta
+        scan.diff_s += compared.diff_s
+        yield compared.found
 
 
 def plain_spots(tensors: Layout) -> cpu.Spots | None:
@@ -123,7 +128,4 @@ class Known(Scan):
         if held is None or self._spots is None:
             yield from super().find(one)
             return
-        for compared in compare_held(self._spots.of(one.numbers), held):
-            self.delta += compared.delta
-            self.diff_s += compared.diff_s
-            yield compared.found
+        yield from _add_up(self, compare_held(self._spots.of(one.numbers), held))

@@ -61,7 +61,7 @@ class PolicyTrainer:
         self._steps = recipe.steps if given.trained else 0
         self._checkpoint_every = recipe.checkpoint_every
         self._temperature = recipe.workflow.temperature
-        self._loss: PolicyLoss = registry.build("loss", recipe.loss_of(name), key=f"policies.{name}.loss")
+        self._loss: PolicyLoss = registry.build("loss", recipe.policies[name].loss, key=f"policies.{name}.loss")
         self._advantages = registry.build("advantage", given.advantage, key=f"policies.{name}.advantage")
         self._calls = PolicyCalls(dataflow, name, life)
         files = recipe.files(name)
