@@ -69,9 +69,7 @@ class Trainers:
         if method.sync_every:
             for rank, (policy, optimizer) in enumerate(zip(self.policies, self._optimizers, strict=True)):
                 seat: Any = Seat(rank, settings.trainers)
-                self._locals.append(
-                    LOCAL[method.name](policy, optimizer, sync_every=method.sync_every, process_group=seat)
-                )
+                self._locals.append(LOCAL[method.name](policy, optimizer, sync_every=method.sync_every, group=seat))
 
     def step(self, number: int) -> None:
         """Take the inner step of this number, from 1, once the gradients are there, and what follows of a round."""

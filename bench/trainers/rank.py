@@ -84,7 +84,7 @@ def _rounds(model: Model, rank: int, order: Order) -> list[dict[str, Any]]:
     if order.method == "pulse, store":
         group = pulse.StoreGroup(f"s3://{BUCKET}/{order.folder}", rank=rank, world_size=TRAINERS, timeout=600)
     kind = pulse.DiLoCo if order.method == "diloco" else pulse.PulseLoCo
-    method: AbstractContextManager[Any] = kind(model, optimizer, sync_every=SYNC_EVERY, process_group=group)
+    method: AbstractContextManager[Any] = kind(model, optimizer, sync_every=SYNC_EVERY, group=group)
     found = []
     with method as loco:
         for _ in range(order.rounds):

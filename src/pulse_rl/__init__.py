@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         ObjectExistsError,
         ObjectNotFoundError,
         PatchFormatError,
-        ProcessDiedError,
         PulseError,
         StoreError,
         UnmappedError,
@@ -58,10 +57,9 @@ if TYPE_CHECKING:
     from pulse_rl.loco.meeting.group import StoreGroup
     from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
     from pulse_rl.loco.outcome import LocoReport
-    from pulse_rl.patch.format import TensorInfo
     from pulse_rl.patch.verbs import PatchInfo, apply, diff, inspect
     from pulse_rl.planner import Plan, plan
-    from pulse_rl.store.base import Store
+    from pulse_rl.store.base import ObjectInfo, RangedStore, Store
     from pulse_rl.store.opening import open_store
     from pulse_rl.sync.channel.channel import Channel
     from pulse_rl.sync.channel.reports import ChannelReport
@@ -96,16 +94,17 @@ _HOME = {
     "Mirrored": "folders.mirror",
     "MissingExtraError": "errors",
     "ObjectExistsError": "errors",
+    "ObjectInfo": "store.base",
     "ObjectNotFoundError": "errors",
     "PatchFormatError": "errors",
     "PatchInfo": "patch.verbs",
     "Plan": "planner",
-    "ProcessDiedError": "errors",
     "PublishReport": "sync.publish.report",
     "Publisher": "sync.publish.publisher",
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
     "Quantised": "weights.views.quantised",
+    "RangedStore": "store.base",
     "Shard": "weights.pieces",
     "Staged": "sync.subscribe.staging",
     "Status": "history.operate.status",
@@ -114,7 +113,6 @@ _HOME = {
     "StoreGroup": "loco.meeting.group",
     "Subscriber": "sync.subscribe.subscriber",
     "SyncReport": "sync.subscribe.sync",
-    "TensorInfo": "patch.format",
     "TensorSpec": "weights.layout",
     "UnmappedError": "errors",
     "VerifyReport": "history.operate.verify",
@@ -155,16 +153,17 @@ __all__ = [
     "Mirrored",
     "MissingExtraError",
     "ObjectExistsError",
+    "ObjectInfo",
     "ObjectNotFoundError",
     "PatchFormatError",
     "PatchInfo",
     "Plan",
-    "ProcessDiedError",
     "PublishReport",
     "Publisher",
     "PulseError",
     "PulseLoCo",
     "Quantised",
+    "RangedStore",
     "Shard",
     "Staged",
     "Status",
@@ -173,7 +172,6 @@ __all__ = [
     "StoreGroup",
     "Subscriber",
     "SyncReport",
-    "TensorInfo",
     "TensorSpec",
     "UnmappedError",
     "VerifyReport",

@@ -11,6 +11,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.cli.summary import reward_change
+from pulse_rl.errors import ProcessDiedError
 from pulse_rl.flow import directory, metrics, model, model_name, policy
 from pulse_rl.flow.engine import ProcessHandle, Remote, least_loaded
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
@@ -266,10 +267,10 @@ def test_a_process_that_died_with_its_node_or_for_memory_has_died_like_any_other
     monkeypatch.setattr(ray, "get", raise_it)
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     handle = ProcessHandle("worker-0", MagicMock(), MagicMock(), lambda: None, ())
-    with pytest.raises(pulse.ProcessDiedError, match="worker-0's process died") as found:
+    with pytest.raises(ProcessDiedError, match="worker-0's process died") as found:
         handle.result()
     assert found.value.process == "worker-0"
     monkeypatch.setattr(ray, "get_actor", lambda name: MagicMock())
-    with pytest.raises(pulse.ProcessDiedError) as found:
+    with pytest.raises(ProcessDiedError) as found:
         Remote("dataflow").pull(0)
     assert found.value.process == "dataflow"

@@ -17,6 +17,7 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import CODECS
+from pulse_rl.errors import ProcessDiedError
 from pulse_rl.flow import directory, metrics, recipe_file
 from pulse_rl.flow.driver import run as driver
 from pulse_rl.flow.driver.display import Display
@@ -232,7 +233,7 @@ def test_a_run_that_failed_while_starting_leaves_nothing(
         yield
 
     monkeypatch.setattr(driver, "engine", broken)
-    for error, left in (OSError("no model"), []), (pulse.ProcessDiedError("dead"), ["ray.log"]):
+    for error, left in (OSError("no model"), []), (ProcessDiedError("dead"), ["ray.log"]):
         with pytest.raises(type(error)), Display("a run", 2) as display:
             driver.train(driver.prepare(settled), display)
         assert [path.name for path in sorted(out.glob("*")) if path.is_file()] == left

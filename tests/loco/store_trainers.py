@@ -28,7 +28,7 @@ class Trainer:
         self.step = 0
         self.group = pulse.StoreGroup(store, rank=rank, world_size=size, **group)
         self.loco: Any = getattr(pulse, kind)(
-            self.model, self.optimizer, process_group=self.group, **({"sync_every": EVERY} | whole | loco)
+            self.model, self.optimizer, group=self.group, **({"sync_every": EVERY} | whole | loco)
         )
 
     def take(self, steps: int) -> None:

@@ -16,7 +16,7 @@ def resume(
 ) -> None:
     """Three rounds, and the same from a checkpoint after so many steps: within a round, and, with overlap, between the
     end of a round's exchange and the next round."""
-    options: dict[str, Any] = {"sync_every": every, "overlap": overlap, "process_group": group}
+    options: dict[str, Any] = {"sync_every": every, "overlap": overlap, "group": group}
     file, last = Path(folder) / f"{rank}.pt", 3 * every
 
     def train(steps: range) -> tuple[Any, Model]:
@@ -58,7 +58,7 @@ def save_distributed(group: Any, rank: int, size: int, folder: str) -> tuple[Any
     """Two rounds, saved by torch.distributed.checkpoint, then one more: the saved residual, and the last digest."""
     model = Model()
     optimizer = adam(model)
-    with pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group) as loco:
+    with pulse.PulseLoCo(model, optimizer, sync_every=2, group=group) as loco:
         for step in range(4):
             inner_step(model, optimizer, rank, step)
         state = {"loco": loco.state_dict(), "inner": {str(rank): optimizer.state_dict()["state"]}}
@@ -72,7 +72,7 @@ def save_distributed(group: Any, rank: int, size: int, folder: str) -> tuple[Any
 def load_distributed(group: Any, rank: int, size: int, folder: str, workers: int) -> tuple[Any, Any]:
     model = Model()
     optimizer = adam(model)
-    loco = pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group)
+    loco = pulse.PulseLoCo(model, optimizer, sync_every=2, group=group)
     state: dict[str, Any] = {"loco": loco.state_dict(workers=workers)}
     if workers == size:  # the inner state is each rank's own; Adam makes it in a first step
         for p in trainable(model).values():
@@ -111,13 +111,13 @@ def refuse_malformed(group: Any, rank: int, size: int) -> dict[str, tuple[str, s
     """Each state is refused before anything is changed, by a TypeError or a ValueError: what → (error, message)."""
     model = Model()
     optimizer = adam(model)
-    with pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group) as trained:
+    with pulse.PulseLoCo(model, optimizer, sync_every=2, group=group) as trained:
         for step in range(2):
             inner_step(model, optimizer, rank, step)
     good_state = trained.state_dict()
     one = {name: tensor.clone() for name, tensor in good_state["theta"].items()}
     model = Model()
-    loco = pulse.PulseLoCo(model, adam(model), sync_every=2, process_group=group)
+    loco = pulse.PulseLoCo(model, adam(model), sync_every=2, group=group)
     before = bits(trainable(model)), loco.digest, bits(loco.state_dict()["residual"]["0"])
     states: dict[str, Any] = {"none": None, "list": [good_state], "empty": {}, "path": "checkpoint.pt"}
     for key in ("kind", "round", "inner_steps", "workers", "theta", "momentum", "residual"):
@@ -185,7 +185,7 @@ def refuse_the_other_kind(group: Any, rank: int, size: int, folder: str) -> None
 
     def made(kind: str) -> Any:
         model = Model()
-        return getattr(pulse, kind)(model, adam(model), sync_every=2, process_group=group)
+        return getattr(pulse, kind)(model, adam(model), sync_every=2, group=group)
 
     pulse_loco, diloco = made("PulseLoCo"), made("DiLoCo")
     state_dict_saver.save(pulse_loco.state_dict(), checkpoint_id=folder, process_group=group)

@@ -22,7 +22,7 @@ def disturb(group: Any, rank: int, size: int, what: str) -> None:
     """Rank 2's momentum changes during round 2, or its pseudo-gradient gets a NaN."""
     model = Model()
     optimizer = adam(model)
-    with pulse.PulseLoCo(model, optimizer, sync_every=1, process_group=group) as loco:
+    with pulse.PulseLoCo(model, optimizer, sync_every=1, group=group) as loco:
         inner_step(model, optimizer, rank, 0)
         before = loco.digest
         if what == "momentum" and rank == 2:
@@ -60,7 +60,7 @@ def overflow(group: Any, rank: int, size: int, kind: str, what: str, options: An
     with torch.no_grad():
         large.weight.fill_(0.0 if what == "mean" else -3e38)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    loco = getattr(pulse, kind)(model, optimizer, sync_every=1, process_group=group, outer_lr=1.0, **options)
+    loco = getattr(pulse, kind)(model, optimizer, sync_every=1, group=group, outer_lr=1.0, **options)
     before = loco.digest
     with loco, pytest.raises((FloatingPointError, pulse.ExchangeError)) as caught:
         small.weight.grad, large.weight.grad = torch.zeros(3, 3), torch.zeros(4, 4)
@@ -97,7 +97,7 @@ def run_out_of_memory(group: Any, rank: int, size: int, where: str, method: Any)
 
     model = Model()
     optimizer = adam(model)
-    loco = pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group, exchange=method)
+    loco = pulse.PulseLoCo(model, optimizer, sync_every=2, group=group, exchange=method)
     with pytest.MonkeyPatch.context() as patch, loco:
         if rank == 1:
             patch.setattr(*((log8, "find_sends") if where == "gate" else (payload, "encode")), empty)
@@ -134,7 +134,7 @@ def break_payload(group: Any, rank: int, size: int, method: Any, overlap: int, b
             data[: payload.HASH] = blake3(data[payload.HASH :]).digest(payload.HASH)
         return bytes(data)
 
-    options: dict[str, Any] = {"sync_every": 2, "exchange": method, "overlap": overlap, "process_group": group}
+    options: dict[str, Any] = {"sync_every": 2, "exchange": method, "overlap": overlap, "group": group}
     with pytest.MonkeyPatch.context() as patch, pulse.PulseLoCo(model, optimizer, **options) as loco:
         before = loco.digest
         if rank == 1:
@@ -148,7 +148,7 @@ def break_payload(group: Any, rank: int, size: int, method: Any, overlap: int, b
 def whole_round(group: Any, rank: int, size: int) -> str:
     model = Model()
     optimizer = adam(model)
-    with pulse.PulseLoCo(model, optimizer, sync_every=1, process_group=group) as loco:
+    with pulse.PulseLoCo(model, optimizer, sync_every=1, group=group) as loco:
         inner_step(model, optimizer, rank, 0)
         return loco.digest
 

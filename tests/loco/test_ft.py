@@ -45,7 +45,7 @@ def take_part(number: int, lighthouse: str, pipe: Connection, options: dict[str,
     with pulse.Membership(lighthouse, f"trainer-{number}", timeout=5, host="localhost") as members:
         pipe.send("heard")
         pipe.recv()
-        with pulse.PulseLoCo(model, optimizer, process_group=members, **(DEFAULTS | options)) as loco:
+        with pulse.PulseLoCo(model, optimizer, group=members, **(DEFAULTS | options)) as loco:
             pipe.send(("joined", loco.round, bits(trainable(model)), residual(loco)))
             while (dies := pipe.recv()) is not None:
                 if dies == "spoil":
@@ -264,14 +264,14 @@ def test_a_checkpoint_is_each_trainers_own(world: World) -> None:
     plain = Model()
     optimizer = adam(plain)
     with pulse.Membership(world.lighthouse, "plain", host="localhost") as members:
-        loco = pulse.PulseLoCo(plain, optimizer, sync_every=EVERY, process_group=members)
+        loco = pulse.PulseLoCo(plain, optimizer, sync_every=EVERY, group=members)
         rounds(loco, plain, optimizer, 0, 2)
         state = copy.deepcopy((plain.state_dict(), optimizer.state_dict(), loco.state_dict()))
         rounds(loco, plain, optimizer, 2, 4)
     model = Model()
     optimizer = adam(model)
     with pulse.Membership(world.lighthouse, "plain", host="localhost") as members:
-        again = pulse.PulseLoCo(model, optimizer, sync_every=EVERY, process_group=members)
+        again = pulse.PulseLoCo(model, optimizer, sync_every=EVERY, group=members)
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
         again.load_state_dict(state[2])

@@ -23,7 +23,7 @@ def keep_going(group: Any, rank: int, size: int, folder: str) -> tuple[int, int]
     model = Model()
     optimizer = adam(model)
     there = Path(folder) / "two steps beyond"
-    with pulse.PulseLoCo(model, optimizer, sync_every=4, overlap=3, process_group=group) as loco:
+    with pulse.PulseLoCo(model, optimizer, sync_every=4, overlap=3, group=group) as loco:
         for step in range(1, 8):
             if rank == 1 and step == 4:
                 while not there.exists():
@@ -48,7 +48,7 @@ def leave(group: Any, rank: int, size: int) -> None:
     optimizer = adam(model)
     with (
         pytest.raises(KeyError, match="mine"),
-        pulse.PulseLoCo(model, optimizer, sync_every=3, overlap=2, process_group=group) as loco,
+        pulse.PulseLoCo(model, optimizer, sync_every=3, overlap=2, group=group) as loco,
     ):
         for step in range(1, 5):
             inner_step(model, optimizer, rank, step)

@@ -25,7 +25,7 @@ def train(
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masters, "FRAGMENT", 500)
-        loco = getattr(pulse, kind)(model, optimizer, sync_every=every, process_group=group, **options)
+        loco = getattr(pulse, kind)(model, optimizer, sync_every=every, group=group, **options)
     with loco:
         for step in range(1, steps + 1):
             inner_step(model, optimizer, rank, step)
@@ -97,7 +97,7 @@ def test_the_digest_is_the_models(ranks: Ranks) -> None:
 def compare_digests(group: Any, rank: int, size: int) -> str:
     model = Model()
     optimizer = adam(model)
-    with pulse.PulseLoCo(model, optimizer, sync_every=1, process_group=group) as loco:
+    with pulse.PulseLoCo(model, optimizer, sync_every=1, group=group) as loco:
         inner_step(model, optimizer, rank, 0)
         assert loco.report is not None
         assert loco.report.digest == loco.digest == pulse.digest(dict(trainable(model)))
@@ -108,7 +108,7 @@ def move(group: Any, rank: int, size: int, overlap: int) -> None:
     """Parameters that get other memory, become other objects or are frozen for a while are still shared."""
     model = Model()
     optimizer = torch.optim.SGD(trainable(model).values(), lr=0.1)
-    options: dict[str, Any] = {"sync_every": 2, "overlap": overlap, "process_group": group}
+    options: dict[str, Any] = {"sync_every": 2, "overlap": overlap, "group": group}
     with pulse.PulseLoCo(model, optimizer, **options) as loco:
         for step in range(6):
             if step == 1:
@@ -149,7 +149,7 @@ def interrupt(group: Any, rank: int, size: int, overlap: int) -> None:
         optimizer = adam(model)
         with (
             pytest.MonkeyPatch.context() as patch,
-            pulse.PulseLoCo(model, optimizer, sync_every=2, overlap=overlap, process_group=group) as loco,
+            pulse.PulseLoCo(model, optimizer, sync_every=2, overlap=overlap, group=group) as loco,
         ):
             patch.setattr(masters.Masters, "commit", interrupted)
             for step in range(1 + overlap):

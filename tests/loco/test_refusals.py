@@ -43,7 +43,7 @@ def refuse_models(group: Any, rank: int, size: int) -> dict[str, str]:
         messages[what] = str(caught.value)
 
     def made(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> pulse.PulseLoCo:
-        return pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group)
+        return pulse.PulseLoCo(model, optimizer, sync_every=2, group=group)
 
     model = Model()
     model.b = torch.nn.Parameter(model.b.detach().bfloat16())
@@ -97,7 +97,7 @@ def differ(group: Any, rank: int, size: int, what: str) -> None:
         model.b = torch.nn.Parameter(torch.zeros(7, 5))
         model.more = torch.nn.Parameter(torch.zeros(2))
         model.scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
-    with pulse.PulseLoCo(model, adam(model), sync_every=1, process_group=group, **options):
+    with pulse.PulseLoCo(model, adam(model), sync_every=1, group=group, **options):
         pass
 
 

@@ -28,7 +28,7 @@ class Wrapping(torch.optim.Optimizer):
 def other_optimizers(group: Any, rank: int, size: int) -> None:
     model = Model()
     optimizer = adam(model)
-    own: dict[str, Any] = {"sync_every": 2, "process_group": group}
+    own: dict[str, Any] = {"sync_every": 2, "group": group}
     with pulse.PulseLoCo(model, optimizer, **own) as loco:
         inner_step(model, optimizer, rank, 0)
         replaced = adam(model)
@@ -49,20 +49,20 @@ def wrapping_optimizers(group: Any, rank: int, size: int) -> None:
         inside = adam(model)
         wrapper = Wrapping(inside)
         own = {"wrapper": wrapper, "inside": inside}[which]
-        with pulse.PulseLoCo(model, own, sync_every=2, process_group=group) as loco:
+        with pulse.PulseLoCo(model, own, sync_every=2, group=group) as loco:
             for step in range(4):
                 inner_step(model, wrapper, rank, step)
         assert (loco.round, loco.inner_steps) == (2, 0)
     wrapped: Any = accelerate.Accelerator(cpu=True).prepare(adam(model))
     with pytest.raises(TypeError, match="found AcceleratedOptimizer, which wraps one: give the one it wraps"):
-        pulse.PulseLoCo(model, wrapped, sync_every=2, process_group=group).__enter__()
+        pulse.PulseLoCo(model, wrapped, sync_every=2, group=group).__enter__()
     assert not steps._entered
 
 
 def nested(group: Any, rank: int, size: int) -> None:
     model, other = Model(), Model()
     optimizer = adam(model)
-    own: dict[str, Any] = {"sync_every": 2, "process_group": group}
+    own: dict[str, Any] = {"sync_every": 2, "group": group}
     with pulse.PulseLoCo(model, optimizer, **own) as outer:
         inner = pulse.DiLoCo(model, optimizer, **own)
         with pytest.raises(RuntimeError, match="another context on parameters of this model is entered already"):
@@ -84,7 +84,7 @@ def replaced_parameter(group: Any, rank: int, size: int) -> None:
     for overlap in (0, 1):
         model = Model()
         optimizer = adam(model)
-        own: dict[str, Any] = {"sync_every": 2, "overlap": overlap, "process_group": group}
+        own: dict[str, Any] = {"sync_every": 2, "overlap": overlap, "group": group}
         with pulse.PulseLoCo(model, optimizer, **own) as loco:
             inner_step(model, optimizer, rank, 0)
             old, model.b = model.b, torch.nn.Parameter(model.b.detach().clone())
@@ -107,13 +107,13 @@ def left(group: Any, rank: int, size: int) -> None:
     optimizer = adam(model)
     with (
         pytest.raises(KeyError),
-        pulse.PulseLoCo(model, optimizer, sync_every=2, overlap=1, process_group=group) as loco,
+        pulse.PulseLoCo(model, optimizer, sync_every=2, overlap=1, group=group) as loco,
     ):
         for step in range(4):
             inner_step(model, optimizer, rank, step)
         raise KeyError
     assert loco.round == 2
-    unlike = pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group)
+    unlike = pulse.PulseLoCo(model, optimizer, sync_every=2, group=group)
     model.extra = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="make another context"):
         unlike.__enter__()
@@ -130,12 +130,12 @@ def compiled(group: Any, rank: int, size: int) -> None:
     model = Model()
     wrapped: Any = torch.compile(model)
     optimizer = adam(model)
-    with pulse.PulseLoCo(wrapped, optimizer, sync_every=2, process_group=group) as loco:
+    with pulse.PulseLoCo(wrapped, optimizer, sync_every=2, group=group) as loco:
         for step in range(2):
             inner_step(model, optimizer, rank, step)
     assert loco.digest == pulse.digest(dict(trainable(model)))
     plain = Model()
-    pulse.PulseLoCo(plain, adam(plain), sync_every=2, process_group=group).load_state_dict(loco.state_dict())
+    pulse.PulseLoCo(plain, adam(plain), sync_every=2, group=group).load_state_dict(loco.state_dict())
     assert bits(trainable(plain)) == bits(trainable(model))
 
 

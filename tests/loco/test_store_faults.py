@@ -134,7 +134,7 @@ def test_a_model_of_other_shapes_is_refused(store: Store) -> None:
     model = torch.nn.Linear(3, 3)
     group = pulse.StoreGroup(store, rank=1, world_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    other = pulse.PulseLoCo(model, optimizer, sync_every=EVERY, process_group=group)
+    other = pulse.PulseLoCo(model, optimizer, sync_every=EVERY, group=group)
     told = "rank 1: expected the model, as .*, found one whose trainable parameters have other names or shapes: "
     with pytest.raises(pulse.IntegrityError, match=told):
         other.__enter__()
@@ -193,7 +193,7 @@ def test_numbers_and_combinations_that_do_not_fit_are_refused(store: Store) -> N
         trainer.loco.sync()
     with trainer.loco:
         second = Model()
-        other = pulse.PulseLoCo(second, adam(second), sync_every=1, process_group=trainer.group)
+        other = pulse.PulseLoCo(second, adam(second), sync_every=1, group=trainer.group)
         with pytest.raises(pulse.ExchangeError, match="make one for each"):
             other.__enter__()
 

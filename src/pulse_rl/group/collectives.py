@@ -101,7 +101,7 @@ class Group:
             raise TypeError(f"group: expected a process group, found {found}: give {own}")
         rank = dist.get_rank(process_group)
         if rank < 0:
-            raise ExchangeError("process_group: this rank is not a member of it: give each rank a group that it is in")
+            raise ExchangeError("group: this rank is not a member of it: give each rank a group that it is in")
         nccl = "nccl" in str(dist.get_backend(process_group))
         device = f"cuda:{torch.cuda.current_device()}" if nccl else "cpu"
         return cls(process_group, rank, dist.get_world_size(process_group), device, wording)

@@ -2,7 +2,7 @@
 
     with (
         pulse.Membership("http://host:29510", "trainer-0") as members,
-        pulse.PulseLoCo(model, inner_optimizer, sync_every=8, process_group=members),
+        pulse.PulseLoCo(model, inner_optimizer, sync_every=8, group=members),
     ): ...
 
 The lighthouse (`torchft_lighthouse --min_replicas 2`) hears every trainer's heartbeat. At the end of an exchange every
@@ -246,7 +246,7 @@ class ElasticMembers(GroupMembers):
 
 
 class Membership:
-    """A trainer's place among trainers that come and go: the `process_group` of one PulseLoCo or DiLoCo.
+    """A trainer's place among trainers that come and go: the `group` of one PulseLoCo or DiLoCo.
 
     A round completes without a trainer that dies, and trainers join a run that is under way. From here until `close`
     the others may wait for this trainer, so load the model before.

@@ -34,7 +34,7 @@ class PulseLoCo(LocalSteps):
         outer_lr: The outer optimizer's learning rate, above 0.
         outer_momentum: Its Nesterov momentum, from 0 up to, not including, 1.
         overlap: Inner steps that are taken while a round is exchanged, fewer than sync_every; 0 waits for the exchange.
-        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, a StoreGroup if
+        group: The trainers: a group of torch.distributed, a Membership if they come and go, a StoreGroup if
             they meet in an object store, or None for the default group.
         gate: The format that the forward pass computes in: "bfloat16", "float16" or "float8_e4m3fn". The changes that
             it can see are what a round is about.
@@ -70,7 +70,7 @@ class PulseLoCo(LocalSteps):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         overlap: int = 0,
-        process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
+        group: dist.ProcessGroup | Membership | StoreGroup | None = None,
         gate: Gate = "bfloat16",
         gate_scale: float | None = None,
         value_dtype: ValueDtype = "log8",
@@ -82,7 +82,7 @@ class PulseLoCo(LocalSteps):
             value_dtype=(value_dtype, VALUE_DTYPES),
             exchange=(exchange, EXCHANGES),
         )
-        if exchange == "split" and isinstance(process_group, StoreGroup):
+        if exchange == "split" and isinstance(group, StoreGroup):
             raise ValueError(
                 "exchange: expected auto or gather with a StoreGroup, where all read all payloads, found split"
             )
@@ -97,10 +97,10 @@ class PulseLoCo(LocalSteps):
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             overlap=overlap,
-            process_group=process_group,
+            group=group,
         )
 
-    def _contribute(self, process_group: object) -> Contribution:
+    def _contribute(self, group: object) -> Contribution:
         if self._given_scale is not None:
             self.gate_scale = self._given_scale
         elif self.value_dtype == "log8":  # what the outer optimizer makes of a sent value in all
@@ -128,7 +128,7 @@ class DiLoCo(LocalSteps):
         outer_lr: The outer optimizer's learning rate, above 0.
         outer_momentum: Its Nesterov momentum, from 0 up to, not including, 1.
         overlap: Inner steps that are taken while a round is exchanged, fewer than sync_every; 0 waits for the exchange.
-        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, a StoreGroup if
+        group: The trainers: a group of torch.distributed, a Membership if they come and go, a StoreGroup if
             they meet in an object store, or None for the default group.
 
     Attributes:
@@ -143,10 +143,10 @@ class DiLoCo(LocalSteps):
         ExchangeError: There is no process group.
     """
 
-    def _contribute(self, process_group: object) -> Contribution:
-        if isinstance(process_group, StoreGroup) and process_group.late_after is not None:
+    def _contribute(self, group: object) -> Contribution:
+        if isinstance(group, StoreGroup) and group.late_after is not None:
             raise ValueError(
                 "late_after: expected None with DiLoCo, which keeps no residual for what comes too late, found "
-                f"{process_group.late_after}: wait for all, or use PulseLoCo"
+                f"{group.late_after}: wait for all, or use PulseLoCo"
             )
         return Contribution(self._masters, Coding("float32", "dense"), 0, "auto")

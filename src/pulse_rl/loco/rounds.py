@@ -76,11 +76,11 @@ def _round_named(number: int) -> Iterator[None]:
         raise
 
 
-def _members_of(process_group: dist.ProcessGroup | Membership | StoreGroup | Group | None) -> Members:
-    """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `process_group`; a benchmark's is a Group."""
-    if isinstance(process_group, Membership | StoreGroup):
-        return process_group._members
-    return FixedMembers(process_group if isinstance(process_group, Group) else Group.of(process_group, TRAINERS))
+def _members_of(group: dist.ProcessGroup | Membership | StoreGroup | Group | None) -> Members:
+    """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `group`; a benchmark's is a Group."""
+    if isinstance(group, Membership | StoreGroup):
+        return group._members
+    return FixedMembers(group if isinstance(group, Group) else Group.of(group, TRAINERS))
 
 
 class LocalSteps:
@@ -97,7 +97,7 @@ class LocalSteps:
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         overlap: int = 0,
-        process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
+        group: dist.ProcessGroup | Membership | StoreGroup | None = None,
     ) -> None:
         arguments.check_numbers(
             sync_every=sync_every,
@@ -113,11 +113,11 @@ class LocalSteps:
         self.reports: list[LocoReport] = []
         self._model = model
         self._inner = inner_optimizer
-        self._members = _members_of(process_group)
+        self._members = _members_of(group)
         if overlap and self._members.no_overlap:
             raise ValueError(f"overlap: expected 0 {self._members.no_overlap}, found {overlap}")
         self._masters = Masters(parameters, with_residual=self._HAS_RESIDUAL)
-        contribution = self._contribute(process_group)
+        contribution = self._contribute(group)
         options = {"method": type(self).__name__, "sync_every": sync_every} | self._options()
         self._trainer = Trainer(self._masters, contribution, options, lr=outer_lr, mu=outer_momentum)
         self._steps: InnerSteps | None = None  # in the context
@@ -126,7 +126,7 @@ class LocalSteps:
         self._loaded = False  # a state was loaded, and the context not entered since
         self._thread = ThreadPoolExecutor(1, "pulse-round")
 
-    def _contribute(self, process_group: object) -> Contribution:
+    def _contribute(self, group: object) -> Contribution:
         """What this trainer adds to each round."""
         raise NotImplementedError
 

@@ -35,19 +35,19 @@ class Exchanged(NamedTuple):
 
 
 class Rounds:
-    """A policy's PulseLoCo or DiLoCo: `loco`, to be entered and left. process_group: as of PulseLoCo."""
+    """A policy's PulseLoCo or DiLoCo: `loco`, to be entered and left. group: as of PulseLoCo."""
 
     def __init__(
         self,
         recipe: PolicyRecipe,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        process_group: dist.ProcessGroup | StoreGroup | Membership | None = None,
+        group: dist.ProcessGroup | StoreGroup | Membership | None = None,
     ) -> None:
         self._model = model
         self._parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
         self.loco = METHODS[recipe.trainer_sync](
-            model, optimizer, sync_every=recipe.round_steps, overlap=recipe.overlap, process_group=process_group
+            model, optimizer, sync_every=recipe.round_steps, overlap=recipe.overlap, group=group
         )
 
     def weights(self) -> Weights:

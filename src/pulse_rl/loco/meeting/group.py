@@ -1,7 +1,7 @@
 """The public side of trainers that reach each other only through an object store.
 
 group = pulse.StoreGroup("s3://bucket/run-a", rank=0, world_size=4)
-with pulse.PulseLoCo(model, inner_optimizer, sync_every=8, process_group=group): ...
+with pulse.PulseLoCo(model, inner_optimizer, sync_every=8, group=group): ...
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMEOUT_S = 1800.0  # torch's own default for a group
 
 
 class StoreGroup:
-    """A trainer's place among trainers that meet in an object store: the `process_group` of one PulseLoCo or DiLoCo.
+    """A trainer's place among trainers that meet in an object store: the `group` of one PulseLoCo or DiLoCo.
 
     No trainer needs to reach another one, only the store. In an empty one rank 0 begins the run as it enters PulseLoCo
     or DiLoCo. Whoever enters later joins it: a trainer that is new or was killed goes on from the last committed round.
