@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -21,6 +22,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 NOT_ALONE = {"dev", "docs"}  # what only a clone needs
 # The package of an index that has a module, where its name is another one.
 PACKAGES = {"opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http", "opentelemetry": "opentelemetry-api"}
+FOR_AN_INDEX = runpy.run_path(str(ROOT / "setup.py"))["for_an_index"]
 BROUGHT = {"tokenizers": "transformers", "safetensors": "transformers", "pydantic": "axolotl"}
 
 
@@ -48,12 +50,33 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
         assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     assert f"\nVersion: {pulse.__version__}\n" in text
     assert f"\nversion: {pulse.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert text.endswith((ROOT / "README.md").read_text())
+    described = text.partition("\n\n")[2]
+    assert "Description-Content-Type: text/markdown" in text
+    assert re.findall(r"\]\((?!https://|#)|(?:src|href)=", described) == []  # an index has no files beside it
+    repository = PROJECT.get("urls", {}).get("Repository")
+    assert described == FOR_AN_INDEX((ROOT / "README.md").read_text(), repository)
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive_of_source:
         inside = {name.partition("/")[2] for name in archive_of_source.getnames()}
     beside = {name.partition("/")[0] for name in inside} - {""}
-    assert beside == {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "src"}
+    assert beside == {
+        "LICENSE",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "pyproject.toml",
+        "setup.cfg",
+        "setup.py",
+        "src",
+    }
+
+
+def test_an_index_follows_a_link_to_the_release_s_tag_or_shows_its_text() -> None:
+    text = "[How](docs/a.md#b), ![a picture](docs/a.svg), [out](https://x), [here](#there)"
+    forge, tag = "https://forge/us/pulse-rl", f"v{pulse.__version__}/docs/a"
+    at = f"[How]({forge}/blob/{tag}.md#b), ![a picture]({forge}/raw/{tag}.svg), [out](https://x), [here](#there)"
+    assert FOR_AN_INDEX(text, forge) == at
+    assert FOR_AN_INDEX(text, None) == "How, a picture, [out](https://x), [here](#there)"
 
 
 def test_indexes_and_their_checkers_take_them(built: Path) -> None:

@@ -5,18 +5,19 @@ The model is a dataflow without a journal that gets only the calls that were ans
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import typing
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pulse_rl.errors import IntegrityError
+from pulse_rl.errors import IntegrityError, VersionSkewError
 from pulse_rl.flow.data import events
 from pulse_rl.flow.data.curators import DropSolved
 from pulse_rl.flow.data.dataflow import Dataflow
@@ -240,7 +241,7 @@ def test_damage_is_an_error_and_never_another_state(tmp_path: Path) -> None:
         (tmp_path / FILE).write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
         try:
             found = dataflow("p", directory=tmp_path)
-        except (IntegrityError, OSError):
+        except (IntegrityError, VersionSkewError, OSError):  # the number of the format may be what is damaged
             refused += 1
         else:
             assert kept(found) == before, place
@@ -255,6 +256,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, head: bytes) -> None:
         dataflow("p", directory=tmp_path)
     assert caught.value.name == str(tmp_path / FILE)
     assert (tmp_path / FILE).read_bytes() == head
+
+
+def test_a_journal_of_a_newer_format_is_no_damaged_one(tmp_path: Path) -> None:
+    journal_of(started("p", directory=tmp_path)).close()
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+        database.execute("PRAGMA user_version = 9")
+    with pytest.raises(VersionSkewError, match="upgrade pulse-rl") as caught:
+        dataflow("p", directory=tmp_path)
+    assert (caught.value.found_version, caught.value.known_version) == (9, 1)
 
 
 def test_a_second_process_cannot_open_a_journal(tmp_path: Path) -> None:

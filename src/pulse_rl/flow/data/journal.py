@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pulse_rl.errors import IntegrityError
+from pulse_rl.errors import IntegrityError, skew
 
 FILE = "dataflow.journal"
-FORMAT = 2  # 1 was a file of frames
+FORMAT = 1  # of what the directory of a run keeps: the journal, its events, and the checkpoints beside it
 LARGEST = 1 << 29  # bytes of an event; SQLite takes less than 1e9 in a row
 PART = 1 << 26  # bytes of a snapshot in a row
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -29,7 +29,7 @@ class Journal:
 
     path: of the file; it need not exist. durable: whether what is committed is on the disk; otherwise it survives the
     process, not the machine. Every call raises OSError where the file cannot be read or written; then `take_back`, and
-    read again. Raises IntegrityError for a damaged file.
+    read again. Raises IntegrityError for a damaged file, VersionSkewError for one of a newer format.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -55,8 +55,10 @@ class Journal:
                 self._execute(f"CREATE TABLE {table} (number INTEGER PRIMARY KEY, checksum INTEGER, payload BLOB)")
             self._execute(f"PRAGMA user_version = {FORMAT}")
             self._execute("COMMIT")
-        if (found := self._value("PRAGMA user_version")) != FORMAT:
-            raise self._damaged(f"expected format {FORMAT}, found {found}")
+        if (number := int(self._value("PRAGMA user_version"))) > FORMAT:
+            raise skew(f"the journal {self._path}", number, FORMAT)
+        if number != FORMAT:
+            raise self._damaged(f"expected format {FORMAT}, found {number}")
         if (found := self._value("PRAGMA quick_check(1)")) != "ok":
             raise self._damaged(f"it is damaged: {found}")
 

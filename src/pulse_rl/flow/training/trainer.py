@@ -232,5 +232,5 @@ class PolicyTrainer:
         if state is None:
             return
         load_shares(state, self._model, self._optimizer)
-        self._group.load_state_dict(state.get("peers", {}))  # older checkpoints have none: they are of one trainer
+        self._group.load_state_dict(state["peers"])
         self._step = self._saved = state["step"]
