@@ -36,7 +36,8 @@ class _Pieces(NamedTuple):
     addresses: NDArray[np.int64]
     ends: NDArray[np.int64]
     names: list[str]  # of their tensors
-    counters: list[Counter | None]  # of writes to them
+    counters: NDArray[np.object_]  # of writes to them, each once, and None
+    counted: NDArray[np.int64]  # (pieces,) which of these is a piece's
     device: Device
 
 
@@ -63,9 +64,10 @@ class Ordered(NamedTuple):
             overwrite = device.prepare(spots, sizes[some], indices[here], values[here])
             yield Batch(self, piece[some], overwrite)
 
-    def counted(self) -> Iterator[Counter]:
+    def counted(self) -> list[Counter]:
         """Who counts the writes to these pieces."""
-        return filter(None, map(self.pieces.counters.__getitem__, self.numbers.tolist()))
+        found = self.pieces.counters[np.unique(self.pieces.counted[self.numbers])].tolist()
+        return [counter for counter in found if counter is not None]
 
 
 class Batch(NamedTuple):
@@ -112,7 +114,7 @@ class Writes:
         for one in ordered:
             (here if one.pieces.device is HOST else on_device).extend(one.batches())
         self._on_device, self._here = on_device, here
-        self._counted = counted_by(dict.fromkeys(chain.from_iterable(one.counted() for one in ordered)))
+        self._counted = counted_by(chain.from_iterable(one.counted() for one in ordered))
 
     def write(self) -> None:
         """Write everything. May be repeated. Raises as `Batch.write`."""
@@ -168,7 +170,15 @@ def _pieces(live: Mapping[str, Copies]) -> _Pieces | None:
     found.sort(key=itemgetter(0))
     addresses = np.array([address for address, _, _ in found], np.int64)
     ends = addresses + np.array([bits.size * bits.stored_itemsize for _, _, bits in found], np.int64)
-    return _Pieces(addresses, ends, [name for _, name, _ in found], [bits.counter for _, _, bits in found], device)
+    counters = {counter: number for number, counter in enumerate(dict.fromkeys(bits.counter for _, _, bits in found))}
+    return _Pieces(
+        addresses,
+        ends,
+        [name for _, name, _ in found],
+        np.fromiter(counters, object, len(counters)),
+        np.array([counters[bits.counter] for _, _, bits in found], np.int64),
+        device,
+    )
 
 
 def _of_width(lying: Lying, segment_sizes: NDArray[np.int64], pieces: _Pieces) -> Ordered | None:

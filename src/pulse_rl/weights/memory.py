@@ -14,13 +14,12 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import chain
-from operator import call, is_
 from typing import Any
 
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import Layout, as_tensor, layout, named_tensors
 from pulse_rl.weights.pieces import Pieces
-from pulse_rl.weights.places import Holders, MemoryPlaces, parts_of, reference
+from pulse_rl.weights.places import Holders, MemoryPlaces, Identities, parts_of
 
 
 def live_tensors(weights: Any) -> Mapping[str, Any]:
@@ -77,9 +76,9 @@ class LiveWeights:
         return Holders.of(list(self.tensors.values()))
 
     @cached_property
-    def owners(self) -> list[Any]:
+    def owners(self) -> Identities:
         """The objects that own that memory."""
-        return self.holders.owners()
+        return Identities(self.holders.owners()) if self.places is None else self.places.owners(self.holders)
 
     @cached_property
     def writes(self) -> list[int | None]:
@@ -131,15 +130,13 @@ def _address(tensor: Any) -> int | None:
 class Memory:
     """Which memory live tensors were in, and how often torch had written to it.
 
-    keep: whether to keep it from being freed while this lives: then no other memory can get its address. Otherwise none
-    is kept, but that of a NumPy array over an object without weak references, such as a bytearray.
+    It keeps none from being freed, but that of a NumPy array over an object without weak references, such as a
+    bytearray. writes: how often torch had written to each, if not as often as by now.
     """
 
-    def __init__(self, live: LiveWeights, *, keep: bool = False) -> None:
-        self._names, self._places = list(live.tensors), live.places
-        self._owners: list[Any] | None = live.owners if keep else None
-        self._references = [] if keep else list(map(reference, live.owners))
-        self._writes = live.writes if keep else live.holders.writes()
+    def __init__(self, live: LiveWeights, writes: list[int | None] | None = None) -> None:
+        self._names, self._places, self._owners = list(live.tensors), live.places, live.owners
+        self._writes = live.holders.writes() if writes is None else writes
 
     def count_writes(self, live: LiveWeights) -> None:
         """Note how often torch has written to the same tensors by now."""
@@ -157,5 +154,4 @@ class Memory:
         if self._places is None or live.places is None or not live.places.is_as(self._places):
             return False
         # What owned the memory still does: an address alone may be another's by now.
-        held = self._owners is not None or all(map(is_, live.owners, map(call, self._references)))
-        return held and list(live.tensors) == self._names
+        return live.owners.is_as(self._owners) and list(live.tensors) == self._names

@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, call, eq, is_, itemgetter
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pulse_rl.kernels.cpu import exchanged
 from pulse_rl.weights.bits import as_bits, is_dtensor
 from pulse_rl.weights.pieces import Shard
 
@@ -50,6 +51,10 @@ class Holders(NamedTuple):
     def counted(self) -> list[Any]:
         """The tensors for which torch counts writes."""
         return self.wholes + self.tensors if self.wholes else self.tensors
+
+    def objects(self) -> list[Any]:
+        """All of them."""
+        return [*self.tensors, *self.arrays, *self.wholes]
 
     def owners(self) -> list[Any]:
         """The objects that own the memory: torch's storages, and the arrays, files or buffers behind NumPy's views."""
@@ -89,6 +94,35 @@ def parts_of(weight: Any) -> list[tuple[object, Any]]:
     return [(None, weight)]
 
 
+class Identities:
+    """Some objects in their order, known again by identity. It keeps none of them from being freed."""
+
+    def __init__(self, objects: Sequence[object]) -> None:
+        self._gone: list[object] = []  # gets an item when one of them is freed: then another may have its address
+        self._references = [reference(one, self._gone.append) for one in objects]
+        self._addresses = _addresses(objects)
+
+    def are(self, objects: Sequence[object]) -> bool:
+        """Whether these are the very same objects."""
+        return not self._gone and self._addresses == _addresses(objects)
+
+    def is_as(self, other: Identities) -> bool:
+        """Whether both are the very same objects, and all are still there."""
+        return not self._gone and not other._gone and self._addresses == other._addresses
+
+
+def _addresses(objects: Sequence[object]) -> bytes:
+    return np.fromiter(objects, object, len(objects)).tobytes()
+
+
+def reference(thing: object, gone: Callable[[object], object] | None = None) -> Callable[[], object]:
+    """A weak reference; of a thing that allows none, such as a bytearray, a strong one. gone: as of `weakref.ref`."""
+    try:
+        return weakref.ref(thing, gone)
+    except TypeError:
+        return lambda: thing
+
+
 class MemoryPlaces:
     """Where the memory of some weights is. It keeps none from being freed."""
 
@@ -96,14 +130,15 @@ class MemoryPlaces:
         tensors = holders.tensors
         if tensors and (_any(tensors, "is_neg") or _any(tensors, "is_conj")):
             raise TypeError("expected tensors that hold their own bits")
-        self._objects = list(map(reference, chain(*holders[:3])))
+        self._objects = Identities(holders.objects())
         self._where = _where(holders)
+        self._owners: Identities | None = None
 
     @classmethod
     def of(cls, holders: Holders, known: MemoryPlaces | None = None) -> MemoryPlaces | None:
         """None where memory was taken away. known: of what may be these very objects; it is given if they stayed."""
         try:
-            if known is not None and known.are_these(holders) and known._stayed(holders):
+            if known is not None and known.are_these(holders) and known._where == _where(holders):
                 return known
             return cls(holders)
         except (RuntimeError, TypeError, ValueError):  # of what holds no memory: `as_bits` says why it is refused
@@ -113,49 +148,28 @@ class MemoryPlaces:
         """Whether all had the same addresses, shapes, strides and dtypes at both times."""
         return self is other or self._where == other._where
 
-    def _stayed(self, holders: Holders) -> bool:
-        """Whether these objects are where they were. It makes no list of what it compares: an engine stands."""
-        where, tensors = self._where, holders.tensors
-        if holders.arrays or holders.parts:
-            return _where(holders) == where
-        tensor = sys.modules["torch"].Tensor
-        if where.strides:
-            dense = all(map(eq, map(tensor.stride, tensors), where.strides))
-        else:
-            dense = all(map(tensor.is_contiguous, tensors))
-        return (
-            dense
-            and all(map(eq, map(tensor.data_ptr, tensors), where.addresses))
-            and all(map(eq, map(tensor.size, tensors), where.shapes))
-            and all(map(is_, map(attrgetter("dtype"), tensors), where.dtypes))
-        )
-
     def are_these(self, holders: Holders) -> bool:
         """Whether they are the very same objects."""
-        found = list(chain(*holders[:3]))
-        return len(found) == len(self._objects) and all(map(is_, found, map(call, self._objects)))
+        return self._objects.are(holders.objects())
+
+    def owners(self, holders: Holders) -> Identities:
+        """What owns the memory of these, which are in these places.
+
+        It is looked up again only if an owner was freed: no other memory can have the address of one that was not.
+        """
+        if self._owners is None or self._owners._gone:
+            self._owners = Identities(holders.owners())
+        return self._owners
 
 
 def _any(tensors: Sequence[Any], question: str) -> bool:
     return any(map(getattr(sys.modules["torch"].Tensor, question), tensors))
 
 
-def reference(thing: object) -> Callable[[], object]:
-    """A weak reference; of a thing that allows none, such as a bytearray, a strong one."""
-    try:
-        return weakref.ref(thing)
-    except TypeError:
-        return lambda: thing
-
-
 class _Where(NamedTuple):
     """Where each torch tensor is, and the rest."""
 
-    addresses: list[int]
-    shapes: list[Any]
-    strides: list[Any]  # empty where all are contiguous
-    dtypes: list[Any]
-    devices: set[Any]  # on which all of them are
+    tensors: object  # address, device, dtype, shape and strides of each
     arrays: list[object]
     parts: list[object]
 
@@ -177,15 +191,21 @@ _interned = _Interned()
 
 
 def _where(holders: Holders) -> _Where:
-    tensors, one = holders.tensors, _interned.__getitem__
-    arrays, parts = _array_places(holders.arrays), holders.parts
+    return _Where(_tensor_places(holders.tensors), _array_places(holders.arrays), holders.parts)
+
+
+def _tensor_places(tensors: Sequence[Any]) -> object:
+    """In one call for all of them, where torch and they allow it."""
     if not tensors:
-        return _Where([], [], [], [], set(), arrays, parts)
-    tensor = sys.modules["torch"].Tensor
-    addresses, shapes = list(map(tensor.data_ptr, tensors)), list(map(one, map(tensor.size, tensors)))
-    strides = [] if all(map(tensor.is_contiguous, tensors)) else list(map(one, map(tensor.stride, tensors)))
-    dtypes, devices = list(map(attrgetter("dtype"), tensors)), set(map(attrgetter("device"), tensors))
-    return _Where(addresses, shapes, strides, dtypes, devices, arrays, parts)
+        return None
+    tensor, one = sys.modules["torch"].Tensor, _interned.__getitem__
+    function = exchanged.asker(tensor)
+    found = None if function is None else exchanged.describe(function, tensors)
+    if found is not None:
+        return found
+    sizes, strides = (list(map(one, map(ask, tensors))) for ask in (tensor.size, tensor.stride))
+    dtypes, devices = (list(map(attrgetter(name), tensors)) for name in ("dtype", "device"))
+    return list(map(tensor.data_ptr, tensors)), sizes, strides, dtypes, set(devices)
 
 
 def _array_places(arrays: Sequence[Any]) -> list[object]:

@@ -4,8 +4,8 @@
 `states` finds those of many tensors at once, `tiles` sorts them into tiles, and `spots` checks and writes those of many
 tiles; `digests` sums a digest's terms; `gaps` codes the words of the `gap` codec; `moves`, `rangecoder` and `context`
 code the `context` codec, `coding` many of its segments at once; `loco` and `study` serve those rooms, `quantising` the
-views of weights. `arrays` holds what they share. Kernels allocate no memory. Those that decode untrusted bytes check
-every position before they use it, and return a status instead of raising.
+views of weights; `exchanged` asks tensors where they lie. `arrays` holds what they share. Kernels allocate no memory.
+Those that decode untrusted bytes check every position before they use it, and return a status instead of raising.
 
 `compiled` has the decorator that makes kernels of functions, and keeps their machine code on disk; `warmup` compiles
 all of them beforehand.

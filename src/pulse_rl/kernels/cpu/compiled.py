@@ -211,9 +211,12 @@ def _warn() -> None:
 KERNELS: list[Any] = []  # Numba's dispatcher of each
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function at its first call with arguments of some types; it releases the GIL."""
-    compiled = njit(nogil=True, no_cfunc_wrapper=True)(function)
+def kernel(function: Callable[..., Any], *, nogil: bool = True) -> Any:
+    """Compile a function at its first call with arguments of some types; it releases the GIL.
+
+    nogil: False for one that calls into Python's objects.
+    """
+    compiled = njit(nogil=nogil, no_cfunc_wrapper=True)(function)
     compiled._cache = _Cache(function)
     KERNELS.append(compiled)
     return compiled

@@ -12,7 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, field_of
-from pulse_rl.kernels.cpu import classes, coding, compiled, context, loco, moves, quantising, rangecoder, sends, study
+from pulse_rl.kernels.cpu import (
+    classes,
+    coding,
+    compiled,
+    context,
+    exchanged,
+    loco,
+    moves,
+    quantising,
+    rangecoder,
+    sends,
+    study,
+)
 from pulse_rl.kernels.cpu.casts import cast_bfloat16, find_cast_changes
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
@@ -155,6 +167,7 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
 def _warm_numbers() -> None:
     kinds = np.zeros(4, np.uint8)
     rangecoder.decode_numbers(memoryview(rangecoder.encode_numbers(np.arange(4), kinds)), kinds)
+    exchanged.describe(0, [])
 
 
 def _warm_loco() -> None:

@@ -313,7 +313,7 @@ class Subscriber:
         with self._failures(), ExitStack() as undo:
             reading, view = Reading(self.history, self._ranks), partial(LiveWeights, weights, self._kept)
             live = self._proof.begin(view, "stage", version, reading.effort)
-            memory, keeping = Memory(live.live, keep=True), Keeping(reading, live)
+            memory, keeping = Memory(live.live, live.live.writes), Keeping(reading, live)
             undo.callback(keeping.discard)
             sync = Sync(reading, live, self._proof, keeping).run(version)
             keeping.settle()
