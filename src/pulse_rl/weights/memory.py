@@ -19,7 +19,7 @@ from typing import Any
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import Layout, as_tensor, layout, named_tensors
 from pulse_rl.weights.pieces import Pieces
-from pulse_rl.weights.places import Holders, MemoryPlaces, Identities, parts_of
+from pulse_rl.weights.places import Holders, Identities, MemoryPlaces, parts_of
 
 
 def live_tensors(weights: Any) -> Mapping[str, Any]:
