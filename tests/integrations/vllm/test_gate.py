@@ -1,15 +1,15 @@
-"""The gate before a server's app, and the access log that is spared the looks. The app is a function, without vLLM."""
+"""The gate before a server's app, and the access log that is spared the looks. The app is a function."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from pulse_rl.engines.service import READY
+from pulse_rl.engines.service import READY, Service
 from pulse_rl.integrations.vllm import server
 from pulse_rl.integrations.vllm.server import Gate, Message
 
@@ -71,6 +71,34 @@ def test_what_reads_and_what_brings_the_weights_passes() -> None:
     assert all(world.ask(path, method="GET") for path in (READY, "/health", "/v1/models", "/v1/pulse/state"))
     assert world.ask("", kind="lifespan")
     assert world.asked == 0
+
+
+ROUTED = [path for _, path in Service(cast(Any, None)).routes()]
+
+
+def test_all_routes_but_that_of_readiness_lie_where_engines_ask_for_their_api_key() -> None:
+    assert [path for path in ROUTED if not path.startswith("/v1/")] == [READY]
+
+
+@pytest.mark.parametrize(("key", "open"), [("", [READY]), ("wrong", [READY]), ("right", ROUTED)])
+def test_vllm_guards_them(key: str, open: list[str]) -> None:
+    """Its own middleware, before an app that answers everything."""
+    authenticate = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
+    passed, sent = list[str](), list[int]()
+
+    async def app(scope: Message, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def send(message: Message) -> None:
+        sent.extend([message["status"]] if "status" in message else [])
+
+    guarded = authenticate.AuthenticationMiddleware(app, ["right"])
+    headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+    for path in ROUTED:
+        scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": headers}
+        asyncio.run(guarded(scope, None, send))
+    assert passed == open
+    assert sent == [401] * (len(ROUTED) - len(open))
 
 
 @pytest.mark.parametrize("value", ["", "0", "1", "yes"])
