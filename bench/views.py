@@ -1,23 +1,28 @@
-"""What quantised views of a run's versions cost: `python -m bench.views STORE [--most N]`.
+"""What quantised views of a run's versions cost: `python -m bench.views STORE [--first N] [--most N] [--codec NAME]`.
 
-Every version of a history, as of a run that trained for real, is published again to a directory: without views, and
-with some. Bytes are those of patches; seconds are processor seconds of a publish, of all threads.
+Every version of a history, as of a run that trained for real, is published again to directories: without views, and
+with one at a time, in turns. Bytes are those of patches. What is quantised is coded by itself too, as BF16 and as codes
+with scales: a view's other tensors, as embeddings, cost the same in both. Its bound is `bench.bound`'s, with tables
+for each tensor. Seconds are processor seconds of a publish, of all threads.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pulse_rl as pulse
 from bench.bound import bounds
 from pulse_rl.cli import output
+from pulse_rl.codecs.base import Codec
+from pulse_rl.codecs.choose import CODECS, CodecName
+from pulse_rl.patch.encode import encode
 from pulse_rl.units import nbytes
 from pulse_rl.weights.bits import Bits, HostBits
-from pulse_rl.weights.layout import layout
+from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.views.quantised import Quantised
 
 VIEWS = {
@@ -29,84 +34,100 @@ VIEWS = {
 }
 
 
-class Cost(NamedTuple):
-    """One line of versions: lists by version."""
+class Apart(NamedTuple):
+    """One step of the tensors that are quantised, by themselves."""
 
-    nbytes: list[int]  # of its patches
-    changes: list[int]  # elements that changed, codes and scales
-    codes: list[int]  # elements among them that have a code; of BF16, all
-    bound: list[float]  # bytes, by the entropy of these
+    nbytes: int
+    changes: int
+    bound: float  # bytes
 
 
-def measure(store: str, most: int | None) -> tuple[dict[str, Cost], float, float]:
-    """Publish a history's versions again. Returns what each line cost, and seconds of a publish without and with."""
-    versions = [manifest.version for manifest in pulse.History(store).manifests()][:most]
+class Step(NamedTuple):
+    """One version of a line."""
+
+    nbytes: int  # of the patch
+    seconds: float  # processor seconds of the whole publish
+    apart: Apart
+
+
+def measure(store: str, versions: Sequence[int], codec: CodecName) -> dict[str, list[Step]]:
+    """Publish a history's versions again. Returns the steps of each line, that of the weights first."""
     subscriber = pulse.Subscriber(store)
     weights = subscriber.allocate()
-    names = {name.replace(", ", "-"): fp8 for name, fp8 in VIEWS.items()}
-    found = {name: Cost([], [], [], []) for name in ("BF16", *names)}
-    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    made = {name: Quantised(fp8, weights) for name, fp8 in VIEWS.items()}
+    quantised = [name for name, bits in made["blocks"].items() if bits.dtype == "F8_E4M3"]
+    found: dict[str, list[Step]] = {name: [] for name in ("BF16", *VIEWS)}
+    before: dict[str, Layout] = {}
     with tempfile.TemporaryDirectory(prefix="pulse-rl-") as place:
-        without = pulse.Publisher(Path(place) / "without", codec="context")
-        beside = pulse.Publisher(Path(place) / "with", codec="context", views=names)
-        before: dict[str, dict[str, Bits]] = {}
+        lines = {
+            name: pulse.Publisher(Path(place) / str(at), codec=codec, views={"a": VIEWS[name]} if at else None)
+            for at, name in enumerate(found)
+        }
         for version in versions:
             subscriber.sync(weights, version=version)
-            reports = {}
-            for which, publisher in (("without", without), ("with", beside)):
+            for name, publisher in lines.items():
                 start = time.process_time()
-                reports[which] = publisher.publish(weights, version=version)
-                seconds[which].append(time.process_time() - start)
-            now = {"BF16": _copy(layout(weights), "BF16")}
-            for name, fp8 in names.items():
-                if fp8.scales == "plain":
-                    now[name] = _copy(Quantised(fp8, weights).look(), "F8_E4M3")
-            for name in before:
-                bound, _, changes = bounds(before[name], now[name])
-                found[name].codes.append(changes)
-                found[name].bound.append(bound.bits / 8)
-            lines: dict[str, Any] = {"BF16": reports["with"], **reports["with"].views}
-            for name, line in lines.items():
-                patch = line.patch_nbytes if name == "BF16" else line.patch.total_nbytes if line.patch else 0
-                if patch:
-                    found[name].nbytes.append(patch)
-                    found[name].changes.append(line.changes if name == "BF16" else line.patch.changes)
-            before = now
-    return found, statistics.median(seconds["without"][2:]), statistics.median(seconds["with"][2:])
+                report = publisher.publish(weights, version=version)
+                seconds = time.process_time() - start
+                line = report.views["a"].patch if report.views else None
+                size = report.patch_nbytes if line is None else line.total_nbytes
+                tensors: Mapping[str, Bits] = made[name].look() if name in made else layout(weights)
+                now = _copy({key: tensors[key] for key in tensors if key in quantised or key not in weights})
+                if name in before:
+                    found[name].append(Step(size, seconds, _apart(before[name], now, CODECS[codec])))
+                before[name] = now
+    return found
 
 
-def _copy(tensors: Mapping[str, Bits], dtype: str) -> dict[str, Bits]:
-    """The tensors of a dtype."""
-    return {
-        name: HostBits(bits.dtype, bits.read(0, bits.size).copy())
-        for name, bits in tensors.items()
-        if bits.dtype == dtype
+def _apart(before: Layout, now: Layout, codec: Codec) -> Apart:
+    (patch,) = encode(before, now, base=0, target=1, codecs=[codec])
+    return Apart(len(patch.data), patch.changes, bounds(before, now)[0].bits / 8)
+
+
+def _copy(tensors: Mapping[str, Bits]) -> Layout:
+    copies = {
+        name: HostBits(bits.dtype, bits.read(0, bits.size).copy().reshape(bits.shape)) for name, bits in tensors.items()
     }
+    return Layout(sorted(copies.items()), {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store")
+    parser.add_argument("--first", type=int, default=0, help="the version to begin with")
     parser.add_argument("--most", type=int, help="versions to take")
+    parser.add_argument("--codec", choices=CODECS, default="context")
     arguments = parser.parse_args()
-    found, without, beside = measure(arguments.store, arguments.most)
-    whole = statistics.mean(found["BF16"].nbytes)
-    columns = ["", "changes", "bytes", "of BF16's", "of these codes", "their bound"]
+    versions = [manifest.version for manifest in pulse.History(arguments.store).manifests()]
+    versions = [version for version in versions if version >= arguments.first][: arguments.most]
+    found = measure(arguments.store, versions, arguments.codec)
+    columns = [
+        "",
+        "bytes",
+        "of BF16's",
+        "publish, processor s",
+        "adds",
+        "quantised: changes",
+        "bytes",
+        "of BF16's",
+        "bound",
+    ]
     rows = []
-    for name, cost in found.items():
-        mean, bound = statistics.mean(cost.nbytes), statistics.mean(cost.bound) if cost.bound else 0.0
-        rows.append(
-            [
-                name,
-                f"{statistics.mean(cost.changes):,.0f}",
-                nbytes(mean),
-                f"1/{whole / mean:.1f}",
-                f"{statistics.mean(cost.codes):,.0f}" if cost.codes else "",
-                nbytes(bound) if bound else "",
-            ]
-        )
+    for name, steps in found.items():
+        whole, part, seconds = _means(steps)
+        all_whole, all_part, alone = _means(found["BF16"])
+        changes, bound = (statistics.mean(getattr(step.apart, key) for step in steps) for key in ("changes", "bound"))
+        ratios = f"1/{all_whole / whole:.1f}", f"1/{all_part / part:.1f}"
+        timed = f"{seconds:.3f}", f"{seconds / alone - 1:.2f} ×" if name in VIEWS else ""
+        rows.append([name, nbytes(whole), ratios[0], *timed, f"{changes:,.0f}", nbytes(part), ratios[1], nbytes(bound)])
     output.table(columns, rows)
-    output.write(f"publish: {without:.3f} processor seconds without views, {beside:.3f} with these {len(VIEWS)}\n")
+
+
+def _means(steps: Sequence[Step]) -> tuple[float, float, float]:
+    """Bytes of patches, and of what is quantised, in the mean; seconds in the median, without the first steps'."""
+    seconds = [step.seconds for step in steps[1:]] or [steps[0].seconds]
+    whole, part = (statistics.mean(sizes) for sizes in zip(*((s.nbytes, s.apart.nbytes) for s in steps), strict=True))
+    return whole, part, statistics.median(seconds)
 
 
 if __name__ == "__main__":
