@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from pulse_rl.weights.digests import digest
     from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
-    from pulse_rl.weights.views.fp8 import Fp8
     from pulse_rl.weights.views.quantised import Quantised
+    from pulse_rl.weights.views.view import View
 
 _HOME = {
     "BaseMismatchError": "errors",
@@ -86,7 +86,7 @@ _HOME = {
     "EngineError": "errors",
     "ExchangeError": "errors",
     "FormatError": "errors",
-    "Fp8": "weights.views.fp8",
+    "View": "weights.views.view",
     "History": "history.history",
     "IntegrityError": "errors",
     "LocoReport": "loco.outcome",
@@ -145,7 +145,6 @@ __all__ = [
     "EngineError",
     "ExchangeError",
     "FormatError",
-    "Fp8",
     "History",
     "IntegrityError",
     "LocoReport",
@@ -177,6 +176,7 @@ __all__ = [
     "VerifyReport",
     "VersionNotFoundError",
     "VersionSkewError",
+    "View",
     "apply",
     "copy_history",
     "diff",

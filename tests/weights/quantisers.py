@@ -9,12 +9,12 @@ import torch
 BLOCK = 128
 
 
-def library(rule: str, kind: str, ue8m0: bool, weight: Any) -> tuple[Any, Any]:
+def library(rule: str, kind: str, ue8m0: bool, weight: Any, codes: str = "fp8") -> tuple[Any, Any]:
     """The codes and scales of a matrix, by the library of a rule. Skips the test where that is not installed."""
     if rule == "transformers":
         return _transformers(kind, ue8m0, weight)
     if rule == "compressed-tensors":
-        return _compressed_tensors(kind, weight)
+        return _compressed_tensors(kind, weight, codes)
     if rule == "deepseek" and not ue8m0:
         return _triton(weight)
     return _vllm(kind, ue8m0, weight)  # DeepGEMM's powers of two are vLLM's
@@ -65,7 +65,7 @@ def _vllm(kind: str, ue8m0: bool, weight: Any) -> tuple[Any, Any]:
     return _mxfp8_e4m3_quantize_torch(weight)  # type: ignore[no-any-return]
 
 
-def _compressed_tensors(kind: str, weight: Any) -> tuple[Any, Any]:
+def _compressed_tensors(kind: str, weight: Any, codes_name: str) -> tuple[Any, Any]:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.mx_utils import compress_mx_scale
     from compressed_tensors.quantization import QuantizationArgs
@@ -78,7 +78,7 @@ def _compressed_tensors(kind: str, weight: Any) -> tuple[Any, Any]:
         "tensor": {"strategy": "tensor"},
         "mx": {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8},
     }
-    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, **fields[kind])
+    args = QuantizationArgs(num_bits=8, type="int" if codes_name == "int8" else "float", symmetric=True, **fields[kind])
     if kind == "block":
         low, high = (getattr(_padded(weight), name)((1, 3)) for name in ("amin", "amax"))
     elif kind == "mx":
@@ -87,5 +87,5 @@ def _compressed_tensors(kind: str, weight: Any) -> tuple[Any, Any]:
         low, high = (getattr(weight, name)(1, keepdim=True) for name in ("amin", "amax"))
         low, high = (low.amin().reshape(1), high.amax().reshape(1)) if kind == "tensor" else (low, high)
     scale, zero = calculate_qparams(low, high, args)
-    codes = quantize(weight, scale, zero, args, dtype=torch.float8_e4m3fn)
+    codes = quantize(weight, scale, zero, args, dtype=args.pytorch_dtype())
     return codes, compress_mx_scale(scale, torch.uint8) if kind == "mx" else scale

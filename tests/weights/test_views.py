@@ -13,18 +13,18 @@ import pulse_rl as pulse
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.changes import Changes, SectionChanges
-from pulse_rl.weights.views.formats import ViewFormat
-from pulse_rl.weights.views.fp8 import Fp8
+from pulse_rl.weights.views.formats import DTYPES, ViewFormat
 from pulse_rl.weights.views.quantised import Quantised
 from pulse_rl.weights.views.rules import RULES
+from pulse_rl.weights.views.view import View
 from tests.weights.quantisers import library
 
 BLOCKS: dict[str, Any] = {"block": (128, 128), "channel": "channel", "tensor": "tensor", "mx": (1, 32)}
 BELOW = 0x7F00  # magnitudes under 2^127: from there on compressed-tensors' powers of two overflow
 
 
-def view_of(rule: Any, kind: str, ue8m0: bool, **settings: Any) -> Fp8:
-    return Fp8(block=BLOCKS[kind], rule=rule, ue8m0=ue8m0 and kind != "mx", **settings)
+def view_of(rule: Any, kind: str, ue8m0: bool, codes: Any, **settings: Any) -> View:
+    return View(block=BLOCKS[kind], rule=rule, ue8m0=ue8m0 and kind != "mx", codes=codes, **settings)
 
 
 def with_largest(magnitudes: Any, rows: int, columns: int) -> Any:
@@ -42,61 +42,65 @@ def raw(tensor: Any) -> Any:
     return tensor.contiguous().view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.itemsize]).numpy()
 
 
-def assert_as_library(fp8: Fp8, weight: Any, powers: bool) -> None:
-    view = Quantised(fp8, {"a.weight": weight}).look()
-    codes, scales = library(fp8.rule, fp8.kind, powers, weight)
-    mine, other = view["a.weight"], view[ViewFormat(fp8).scale_name("a.weight")]
-    assert (mine.dtype, other.size) == ("F8_E4M3", scales.numel())
+def assert_as_library(chosen: View, weight: Any, powers: bool) -> None:
+    view = Quantised(chosen, {"a.weight": weight}).look()
+    codes, scales = library(chosen.rule, chosen.kind, powers, weight, chosen.codes)
+    mine, other = view["a.weight"], view[ViewFormat(chosen).scale_name("a.weight")]
+    assert (mine.dtype, other.size) == (DTYPES[chosen.codes], scales.numel())
     assert np.array_equal(other.read(0, other.size), raw(scales).reshape(-1))
     assert np.array_equal(mine.read(0, mine.size), raw(codes).reshape(-1))
 
 
-@pytest.mark.parametrize(("rule", "kind", "ue8m0"), RULES)
-def test_a_rule_is_its_library_for_every_magnitude(rule: str, kind: str, ue8m0: bool) -> None:
+@pytest.mark.parametrize(("rule", "kind", "ue8m0", "codes"), RULES)
+def test_a_rule_is_its_library_for_every_magnitude(rule: str, kind: str, ue8m0: bool, codes: str) -> None:
     """Codes and scales of blocks whose largest magnitude is each that bfloat16 has, from 0 to below 2^127."""
-    fp8, step = view_of(rule, kind, ue8m0), {"block": 149, "tensor": 301}.get(kind, 1)
+    chosen, step = view_of(rule, kind, ue8m0, codes), {"block": 149, "tensor": 301}.get(kind, 1)
     magnitudes = np.arange(1, BELOW, step)
     if kind == "tensor":
         for weight in with_largest(magnitudes, 5, 40):
-            assert_as_library(fp8, weight, ue8m0)
+            assert_as_library(chosen, weight, ue8m0)
     else:
         rows, columns = {"block": (128, 128), "channel": (1, 70), "mx": (1, 32)}[kind]
         weight = with_largest(magnitudes, rows, columns)
-        assert_as_library(fp8, weight.reshape(-1, columns), ue8m0)
+        assert_as_library(chosen, weight.reshape(-1, columns), ue8m0)
     zeros = torch.zeros(128, 256, dtype=torch.bfloat16)
     if (rule, kind) != ("vllm", "tensor"):  # which divides 0 by 0
-        assert_as_library(fp8, zeros, ue8m0)
+        assert_as_library(chosen, zeros, ue8m0)
 
 
-@pytest.mark.parametrize(("rule", "kind", "ue8m0"), RULES)
+@pytest.mark.parametrize(("rule", "kind", "ue8m0", "codes"), RULES)
 @pytest.mark.parametrize("shape", [(1, 32), (127, 160), (128, 128), (129, 96), (300, 416)], ids=str)
-def test_a_rule_is_its_library_at_every_edge(rule: str, kind: str, ue8m0: bool, shape: tuple[int, int]) -> None:
+def test_a_rule_is_its_library_at_every_edge(
+    rule: str, kind: str, ue8m0: bool, codes: str, shape: tuple[int, int]
+) -> None:
     """Shapes that blocks do not divide. Transformers leaves those as they are; they are padded here, too."""
-    fp8 = view_of(rule, kind, ue8m0)
+    chosen = view_of(rule, kind, ue8m0, codes)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(0.02).to(torch.bfloat16)
     if rule == "transformers" and kind == "block":
         rows, columns = (-(-side // 128) * 128 for side in shape)
         padded = torch.zeros(rows, columns, dtype=torch.bfloat16)
         padded[: shape[0], : shape[1]] = weight
-        view = Quantised(fp8, {"a.weight": weight}).look()
-        codes, scales = library(rule, kind, ue8m0, padded)
-        assert np.array_equal(view["a.weight"].read(0, weight.numel()), raw(codes[: shape[0], : shape[1]]).reshape(-1))
-        mine = view[ViewFormat(fp8).scale_name("a.weight")]
+        view = Quantised(chosen, {"a.weight": weight}).look()
+        padded_codes, scales = library(rule, kind, ue8m0, padded)
+        assert np.array_equal(
+            view["a.weight"].read(0, weight.numel()), raw(padded_codes[: shape[0], : shape[1]]).reshape(-1)
+        )
+        mine = view[ViewFormat(chosen).scale_name("a.weight")]
         assert np.array_equal(mine.read(0, mine.size), raw(scales).reshape(-1))
         return
-    assert_as_library(fp8, weight, ue8m0)
+    assert_as_library(chosen, weight, ue8m0)
 
 
 @pytest.mark.parametrize("scales", ["plain", "sticky"])
 @settings(max_examples=25)
 @given(st.sampled_from(RULES), st.integers(0, 2**32))
-def test_a_view_that_follows_is_one_that_looks(scales: Any, which: tuple[Any, str, bool], seed: int) -> None:
+def test_a_view_that_follows_is_one_that_looks(scales: Any, which: tuple[Any, str, bool, str], seed: int) -> None:
     """Changes of any size and sign, largest magnitudes that grow and shrink, in a matrix and in a stack of experts."""
     random = np.random.default_rng(seed)
-    fp8 = view_of(*which, scales=scales)
+    chosen = view_of(*which, scales=scales)
     weights = {"m.weight": random.normal(size=(131, 160)), "mlp.experts.up": random.normal(size=(3, 40, 64))}
     live = {name: torch.from_numpy(values).to(torch.bfloat16) for name, values in weights.items()}
-    follows, looks = Quantised(fp8, live).look(), Quantised(fp8, live).look()
+    follows, looks = Quantised(chosen, live).look(), Quantised(chosen, live).look()
     for _ in range(3):
         before = {name: raw(tensor).reshape(-1).copy() for name, tensor in live.items()}
         for tensor in live.values():
@@ -133,7 +137,7 @@ def sections_of(before: dict[str, Any], live: dict[str, Any], random: Any) -> It
 def test_what_does_not_lie_in_one_run_is_quantised_anew() -> None:
     """`follow` does not return it, so all of it is compared. It returns what stays bfloat16 as it was given."""
     live = {"a.weight": torch.randn(200, 150).bfloat16().t(), "norm.weight": torch.ones(4).bfloat16()}
-    follows, looks = Quantised(Fp8(), live).look(), Quantised(Fp8(), live)
+    follows, looks = Quantised(View(), live).look(), Quantised(View(), live)
     live["a.weight"][3, 5] *= 64
     live["norm.weight"][2] = 2
     changes = Changes(np.array([2], np.uint32), np.array([0x3F80], np.uint16))
@@ -163,9 +167,9 @@ def everything(bits: Bits) -> Any:
 
 def test_sticky_scales_stay_until_they_do_not_fit() -> None:
     """Within the range of 1 / 2 to 1 nothing but codes change; above and below the scale is the library's again."""
-    fp8 = Fp8(scales="sticky", keep=0.5)
+    chosen = View(scales="sticky", keep=0.5)
     live = {"a.weight": torch.full((128, 128), 0.25, dtype=torch.bfloat16)}
-    view = Quantised(fp8, live).look()
+    view = Quantised(chosen, live).look()
     scale = view["a.weight_scale_inv"]
     found = []
     for value in (0.25, 0.125, 0.2, 0.2509, 0.2520, 0.12):
@@ -178,15 +182,15 @@ def test_sticky_scales_stay_until_they_do_not_fit() -> None:
     assert found[5] == pytest.approx(0.12, rel=0.01)
 
 
-@pytest.mark.parametrize(("rule", "kind", "ue8m0"), RULES)
-def test_sticky_scales_go_on_from_those_that_were_published(rule: str, kind: str, ue8m0: bool) -> None:
+@pytest.mark.parametrize(("rule", "kind", "ue8m0", "codes"), RULES)
+def test_sticky_scales_go_on_from_those_that_were_published(rule: str, kind: str, ue8m0: bool, codes: str) -> None:
     """A view made anew, given the scales of one that has moved on, is the same from then on."""
-    fp8, random = view_of(rule, kind, ue8m0, scales="sticky"), np.random.default_rng(0)
+    chosen, random = view_of(rule, kind, ue8m0, codes, scales="sticky"), np.random.default_rng(0)
     live = {"a.weight": torch.from_numpy(random.normal(size=(256, 160))).to(torch.bfloat16)}
-    view = Quantised(fp8, live).look()
+    view = Quantised(chosen, live).look()
     for shrink in (0.9, 0.8, 0.95, 1.2):
         live["a.weight"].mul_(shrink)
-        again = Quantised(fp8, live)
+        again = Quantised(chosen, live)
         again.go_on(view)
         again.look()
         view.look()
@@ -204,7 +208,7 @@ def test_what_is_quantised_and_what_it_is_called() -> None:
         "lm_head.weight": (8, 4),
     }
     live = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in weights.items()}
-    view = Quantised(Fp8(), live).look()
+    view = Quantised(View(), live).look()
     found = {name: (bits.dtype, bits.shape) for name, bits in view.items() if bits.dtype != "BF16"}
     assert found == {
         "model.layers.0.mlp.up.weight": ("F8_E4M3", (8, 4)),
@@ -224,7 +228,7 @@ def test_what_is_quantised_and_what_it_is_called() -> None:
 def test_a_view_is_published_as_it_is(store: Any) -> None:
     """Versions of a view arrive bit for bit, from one mapping that keeps up."""
     live = {"a.weight": torch.randn(300, 200).to(torch.bfloat16), "norm.weight": torch.ones(4, dtype=torch.bfloat16)}
-    view = Quantised(Fp8(scales="sticky"), live)
+    view = Quantised(View(scales="sticky"), live)
     publisher, subscriber = pulse.Publisher(store, codec="context"), pulse.Subscriber(store)
     got: dict[str, Any] = {}
     for version in range(4):
@@ -248,6 +252,9 @@ def subscriber_memory(view: Quantised) -> dict[str, Any]:
         ({"block": "row"}, "block"),
         ({"rule": "deepseek", "block": "channel"}, "rule"),
         ({"rule": "compressed-tensors", "ue8m0": True}, "rule"),
+        ({"codes": "int4"}, "codes"),
+        ({"codes": "int8", "block": "channel", "rule": "vllm"}, "rule"),
+        ({"codes": "int8", "rule": "compressed-tensors"}, "block"),
         ({"rule": "mine"}, "rule"),
         ({"scales": "fixed"}, "scales"),
         ({"keep": 1.5}, "keep"),
@@ -255,27 +262,27 @@ def subscriber_memory(view: Quantised) -> dict[str, Any]:
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=f"^{word}: expected"):
-        Fp8(**settings)
+        View(**settings)
 
 
 def test_weights_that_cannot_be_quantised_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a\.weight.*bfloat16.*F32"):
-        Quantised(Fp8(), {"a.weight": torch.ones(4, 4)})
+        Quantised(View(), {"a.weight": torch.ones(4, 4)})
     with pytest.raises(ValueError, match="multiple of 32"):
-        Quantised(Fp8(block=(1, 32), rule="vllm"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
+        Quantised(View(block=(1, 32), rule="vllm"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
     with pytest.raises(ValueError, match="found none"):
-        Quantised(Fp8(), {"norm.weight": torch.ones(4, dtype=torch.bfloat16)})
+        Quantised(View(), {"norm.weight": torch.ones(4, dtype=torch.bfloat16)})
 
 
 def test_pieces_have_to_consist_of_whole_blocks() -> None:
     """Rows of a multiple of 128 are quantised as they are in the whole tensor; others are refused."""
     weight = torch.randn(300, 200).to(torch.bfloat16)
-    whole_view = Quantised(Fp8(), {"a.weight": weight}).look()
+    whole_view = Quantised(View(), {"a.weight": weight}).look()
     parts = [pulse.Shard(weight[a:b], shape=(300, 200), offset=(a, 0)) for a, b in ((0, 128), (128, 300))]
-    cut = Quantised(Fp8(), {"a.weight": parts}).look()
+    cut = Quantised(View(), {"a.weight": parts}).look()
     for name in whole_view:
         assert np.array_equal(everything(whole_view[name]), everything(cut[name])), name
-    assert ViewFormat(Fp8()).blocks(whole((300, 200)), (300, 200)) == Box((0, 0), (3, 2))
+    assert ViewFormat(View()).blocks(whole((300, 200)), (300, 200)) == Box((0, 0), (3, 2))
     torn = [pulse.Shard(weight[:100], shape=(300, 200), offset=(0, 0))]
     with pytest.raises(ValueError, match="whole blocks"):
-        Quantised(Fp8(), {"a.weight": torn})
+        Quantised(View(), {"a.weight": torn})

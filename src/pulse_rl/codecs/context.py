@@ -56,9 +56,8 @@ BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
 NONE = np.empty(0, np.int64)
 PLAIN = -1  # in place of a class: of a segment whose stream is its new elements
-# A change of a one-byte code of a view is seldom, so a decision about it saves little; and there are many to take. Coded
-# and decoded, one takes some 20 ns: 1/32 bit on a link of 1.6 Mbit/s. Of real FP8 views, a fourth of the time for 4 % of
-# the bytes.
+# The codes of a view change seldom, so a decision about one saves little, and there are many. Coded and decoded, one
+# takes some 20 ns: 1/32 bit on a link of 1.6 Mbit/s. Of FP8 views, a fifth to a third of the time for 5 % of bytes.
 ONE_BYTE_PRICE = 64
 ALL = 1 << 62  # on a device, which codes segments one beside the other: it takes as many as it has memory for
 

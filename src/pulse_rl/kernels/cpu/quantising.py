@@ -2,8 +2,8 @@
 
 A stack of matrices is (rows, columns) of bfloat16 bits, one matrix after another. The blocks of each lie in a grid,
 those at the right and lower edge cut off; the rows of all grids follow one another, too. A value becomes a code in one
-of three ways: multiplied by the block's factor, divided by it, or divided by it and rounded to bfloat16 first. The
-factors themselves are made in `weights.views.rules`.
+of four ways: multiplied by the block's factor, divided by it, or divided by it and rounded to bfloat16 first, in the
+last to INT8 in place of FP8. The factors themselves are made in `weights.views.rules`.
 
 All blocks of a view have numbers, and each has a mark while changes are followed: `touch` finds which blocks changes
 are in, and `requantise` writes codes and says what they were, of many tensors in a call.
@@ -20,9 +20,10 @@ from pulse_rl.kernels.cpu.compiled import inlined, kernel
 from pulse_rl.kernels.cpu.loco import FORMATS, bits_of, float_of, rounded
 from pulse_rl.kernels.cpu.spots import ask_for, load, store
 
-MULTIPLIED, DIVIDED, DIVIDED_NARROW = 0, 1, 2  # how a value becomes a code
+MULTIPLIED, DIVIDED, DIVIDED_NARROW, DIVIDED_WHOLE = range(4)  # how a value becomes a code
 UNTOUCHED, TOUCHED, STALE, RESCALED = map(np.uint8, range(4))  # marks of blocks
 _MAGNITUDE = np.uint16(0x7FFF)
+_WHOLE = np.float32(3 << 22)
 _E4M3, _BF16 = FORMATS["float8_e4m3fn"], FORMATS["bfloat16"]
 
 
@@ -83,7 +84,12 @@ def _code(bits, factor, how):
         return rounded(bits_of(np.float32(value / factor)), _E4M3)
     narrow = np.uint32(rounded(bits_of(np.float32(value / factor)), _BF16) << np.uint32(16))
     # A zero point of 0 is added: −0 becomes +0.
-    return rounded(bits_of(np.float32(float_of(narrow) + np.float32(0))), _E4M3)
+    value = np.float32(float_of(narrow) + np.float32(0))
+    if how == DIVIDED_NARROW:
+        return rounded(bits_of(value), _E4M3)
+    value = min(max(value, np.float32(-128)), np.float32(127))
+    # Of so large a float the last bits are whole numbers: the sum is rounded to the nearest one, halves to even.
+    return bits_of(np.float32(value + _WHOLE)) & np.uint32(255)
 
 
 @kernel
@@ -99,9 +105,12 @@ def _quantise(bits, grid, first, factors, how, codes):
             elif how == DIVIDED:
                 for i in range(line.shape[0]):
                     into[i] = _code(line[i], factor, DIVIDED)
-            else:
+            elif how == DIVIDED_NARROW:
                 for i in range(line.shape[0]):
                     into[i] = _code(line[i], factor, DIVIDED_NARROW)
+            else:
+                for i in range(line.shape[0]):
+                    into[i] = _code(line[i], factor, DIVIDED_WHOLE)
 
 
 def quantise(
@@ -112,9 +121,10 @@ def quantise(
     how: int,
     codes: NDArray[np.uint8],
 ) -> None:
-    """Write the FP8 E4M3 codes (n, columns) of some rows, saturated at ±448.
+    """Write the codes (n, columns) of some rows: FP8 E4M3, saturated at ±448, or INT8, at −128 and 127.
 
-    bits, first: as for `largest`. factors: (blocks down, blocks across). how: MULTIPLIED, DIVIDED or DIVIDED_NARROW.
+    bits, first: as for `largest`. factors: (blocks down, blocks across). how: MULTIPLIED, DIVIDED, DIVIDED_NARROW, or
+    DIVIDED_WHOLE for INT8.
     """
     _quantise(read_only(bits), grid, first, read_only(factors), how, codes)
 

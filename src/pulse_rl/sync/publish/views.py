@@ -25,8 +25,8 @@ from pulse_rl.sync.shares import Share, SharePlan, share_of
 from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.views.formats import ViewFormat
-from pulse_rl.weights.views.fp8 import Fp8
 from pulse_rl.weights.views.quantised import Quantised
+from pulse_rl.weights.views.view import View
 
 CONFIG = "config.json"
 
@@ -45,11 +45,11 @@ class ViewLine:
     its way they are in `_attempt`.
     """
 
-    def __init__(self, name: str, fp8: Fp8, ranks: Ranks, history: History, codec: str, anchor_every: int) -> None:
-        if not isinstance(fp8, Fp8):
-            raise ValueError(f"views: expected name → pulse.Fp8(…), found {name!r}: {fp8!r}")
+    def __init__(self, name: str, view: View, ranks: Ranks, history: History, codec: str, anchor_every: int) -> None:
+        if not isinstance(view, View):
+            raise ValueError(f"views: expected name → pulse.View(…), found {name!r}: {view!r}")
         check_view_name(name)
-        self.name, self._form, self._fp8, self._ranks = name, repr(fp8), fp8, ranks
+        self.name, self._form, self._view, self._ranks = name, repr(view), view, ranks
         delivery = Delivery(history, None, ranks)
         self._line = Line(ranks, Position(delivery, ranks, "host"), Encoder(codec, ranks), delivery, anchor_every)
         self._plan: SharePlan | None = None
@@ -84,7 +84,7 @@ class ViewLine:
         return InView(self._form, self._line.delivery, self._line.advance(attempt))
 
     def _made(self, version: Attempt) -> _Codes:
-        return _Codes(Quantised(self._fp8, version.tensors, whole=self._ranks.size == 1), version.tensors)
+        return _Codes(Quantised(self._view, version.tensors, whole=self._ranks.size == 1), version.tensors)
 
     def _plan_share(self, layout: Layout) -> Share:
         share = share_of(self._ranks, layout, self._plan)
@@ -96,7 +96,7 @@ class ViewLine:
         if CONFIG not in version.assets:
             return version.assets
         shapes = {name: spec.shape for name, spec in version.plan.tensors.items()}
-        config = json.loads(version.assets[CONFIG]) | {"quantization_config": ViewFormat(self._fp8).config(shapes)}
+        config = json.loads(version.assets[CONFIG]) | {"quantization_config": ViewFormat(self._view).config(shapes)}
         return {**version.assets, CONFIG: json.dumps(config, indent=2).encode()}
 
     def settle(self) -> None:

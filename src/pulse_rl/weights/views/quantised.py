@@ -27,8 +27,8 @@ from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
 from pulse_rl.weights.segments import SEGMENT
 from pulse_rl.weights.views.formats import ViewFormat
-from pulse_rl.weights.views.fp8 import Fp8
 from pulse_rl.weights.views.rules import INFINITY
+from pulse_rl.weights.views.view import View
 
 _NONE = np.uint16(0xFFFF)  # in place of a magnitude; as a float it is NaN
 
@@ -111,7 +111,7 @@ class Quantised(Mapping[str, Bits]):
     changes it.
 
     Args:
-        fp8: What the view is.
+        view: What the view is.
         weights: A torch module, or a mapping of name to tensor, whose memory it goes on to read.
         whole: Whether these are all weights of a model, of which some can be quantised.
 
@@ -119,13 +119,13 @@ class Quantised(Mapping[str, Bits]):
         ValueError: The view cannot quantise these weights.
 
     Attributes:
-        fp8: As given.
+        view: As given.
         layout: The tensors by name, and which names are tied.
     """
 
-    def __init__(self, fp8: Fp8, weights: Any, *, whole: bool = True) -> None:
+    def __init__(self, view: View, weights: Any, *, whole: bool = True) -> None:
         source = layout(weights)
-        self.fp8, self._form = fp8, ViewFormat(fp8)
+        self.view, self._form = view, ViewFormat(view)
         self._parts: list[_Part] = []
         self._of: dict[str, range] = {}  # the parts of each tensor
         for name, bits in source.items():
@@ -165,13 +165,13 @@ class Quantised(Mapping[str, Bits]):
             # One scale for all has fewer dimensions than the blocks.
             place, flat = part.blocks, len(scale_shape) != len(bits.shape)
             place = Box(place.offset[:-2] or (0,), place.sizes[:-2] or (1,)) if flat else place
-            codes.append(Piece(piece.box, HostBits("F8_E4M3", part.codes), piece.times))
+            codes.append(Piece(piece.box, HostBits(form.codes, part.codes), piece.times))
             own = HostBits(dtype, self._scales[part.numbers].reshape(place.sizes))
             scales.append(Piece(place, own, piece.times))
         if not isinstance(bits, Pieces):
             return {name: codes[0].bits, scale_name: scales[0].bits}
         return {
-            name: Pieces("F8_E4M3", 1, bits.shape, codes),
+            name: Pieces(form.codes, 1, bits.shape, codes),
             scale_name: Pieces(dtype, form.scale_itemsize, scale_shape, scales),
         }
 
@@ -208,9 +208,9 @@ class Quantised(Mapping[str, Bits]):
         if self._made_for is None:
             self._made_for = np.full(len(self._largest), _NONE, np.uint16)
         made_for = self._made_for[blocks]
-        if self.fp8.scales == "sticky":
+        if self.view.scales == "sticky":
             wide, high = (_float(bits) for bits in (made_for, largest))
-            stays = (high <= wide) & (high >= np.float32(self.fp8.keep) * wide)
+            stays = (high <= wide) & (high >= np.float32(self.view.keep) * wide)
             due = np.where(stays, made_for, due)
         self._made_for[blocks] = due
         self._scales[blocks] = self._form.table.scales[due]
@@ -225,7 +225,7 @@ class Quantised(Mapping[str, Bits]):
         Args:
             before: The tensors of that version, of which these may be a part.
         """
-        if self.fp8.scales == "plain":
+        if self.view.scales == "plain":
             return
         known, which = np.unique(self._form.table.scales[:INFINITY], return_index=True)
         self._made_for = np.zeros(len(self._largest), np.uint16)

@@ -1,4 +1,4 @@
-"""How each library turns a block of bfloat16 into FP8 E4M3: the scale of the block, and how a value is divided by it.
+"""How each library quantises a block of bfloat16 to FP8 E4M3 or INT8: the scale, and how values are divided by it.
 
 There is no single reference: libraries differ in the smallest scale, in the dtype of scales, and in whether they divide
 by a scale or multiply by its reciprocal. A scale depends on the largest magnitude in a block alone. That is one of
@@ -7,6 +7,7 @@ by a scale or multiply by its reciprocal. A scale depends on the largest magnitu
 NaN and infinities: a block that has one gets the scale that the rule makes of it; which NaN a code is may differ.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,16 +16,26 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS, cast
-from pulse_rl.kernels.cpu.quantising import DIVIDED, DIVIDED_NARROW, MULTIPLIED
+from pulse_rl.kernels.cpu.quantising import DIVIDED, DIVIDED_NARROW, DIVIDED_WHOLE, MULTIPLIED
 
 RuleName: TypeAlias = Literal["deepseek", "transformers", "vllm", "compressed-tensors"]
 # How large a block is: a fixed size, a row, or all of a matrix. Blocks of 1 × 32 are those of MXFP8.
 BlockKind: TypeAlias = Literal["block", "channel", "tensor", "mx"]
+CodesName: TypeAlias = Literal["fp8", "int8"]
 
 LARGEST = np.float32(448)  # of E4M3
 INFINITY = 0x7F80  # bits
 _TINY = np.finfo(np.float32).tiny
 _FLOATS: NDArray[np.float32] = (np.arange(1 << 15, dtype=np.uint32) << 16).view(np.float32)
+
+
+class RuleKey(NamedTuple):
+    """What names a rule."""
+
+    rule: RuleName
+    kind: BlockKind
+    powers: bool  # whether scales are powers of two
+    codes: CodesName
 
 
 class RuleTable(NamedTuple):
@@ -91,11 +102,12 @@ def _transformers(ue8m0: bool) -> RuleTable:
     return RuleTable("F8_E8M0", _power_bits(scales), np.float32(1) / scales, MULTIPLIED)
 
 
-def _compressed_tensors() -> RuleTable:
-    """The largest magnitude / 448 in bfloat16, by which values are divided, in bfloat16 too; of 0 its epsilon."""
-    bits = _narrow(_FLOATS / LARGEST)
+def _compressed_tensors(most: np.float32, how: int) -> RuleTable:
+    """The largest magnitude / 448, or half of 255 for INT8, in bfloat16, by which values are divided, in bfloat16 too;
+    of 0 its epsilon."""
+    bits = _narrow(_FLOATS / most)
     bits = np.where(bits == 0, np.uint16(0x3C00), bits)
-    return RuleTable("BF16", bits, _widen(bits), DIVIDED_NARROW)
+    return RuleTable("BF16", bits, _widen(bits), how)
 
 
 def _vllm_rows() -> RuleTable:
@@ -126,27 +138,28 @@ def _compressed_tensors_mx() -> RuleTable:
     return RuleTable("U8", bits, np.ldexp(np.float32(1), bits.astype(np.int32) - 127), DIVIDED_NARROW)
 
 
-_MADE = {
-    ("deepseek", "block", False): lambda: _divided_by_amax(1e-10, ue8m0=False),
-    ("deepseek", "block", True): lambda: _divided_by_amax(1e-4, ue8m0=True),
-    ("vllm", "block", False): lambda: _divided_by_amax(1e-4, ue8m0=False),
-    ("vllm", "block", True): lambda: _divided_by_amax(1e-4, ue8m0=True),
-    ("vllm", "channel", False): _vllm_rows,
-    ("vllm", "tensor", False): _vllm_tensor,
-    ("vllm", "mx", True): _vllm_mx,
-    ("transformers", "block", False): lambda: _transformers(ue8m0=False),
-    ("transformers", "block", True): lambda: _transformers(ue8m0=True),
-    ("transformers", "tensor", False): lambda: _transformers(ue8m0=False),
-    ("compressed-tensors", "block", False): _compressed_tensors,
-    ("compressed-tensors", "channel", False): _compressed_tensors,
-    ("compressed-tensors", "tensor", False): _compressed_tensors,
-    ("compressed-tensors", "mx", True): _compressed_tensors_mx,
+_MADE: dict[tuple[RuleName, BlockKind, bool, CodesName], Callable[[], RuleTable]] = {
+    ("deepseek", "block", False, "fp8"): lambda: _divided_by_amax(1e-10, ue8m0=False),
+    ("deepseek", "block", True, "fp8"): lambda: _divided_by_amax(1e-4, ue8m0=True),
+    ("vllm", "block", False, "fp8"): lambda: _divided_by_amax(1e-4, ue8m0=False),
+    ("vllm", "block", True, "fp8"): lambda: _divided_by_amax(1e-4, ue8m0=True),
+    ("vllm", "channel", False, "fp8"): _vllm_rows,
+    ("vllm", "tensor", False, "fp8"): _vllm_tensor,
+    ("vllm", "mx", True, "fp8"): _vllm_mx,
+    ("transformers", "block", False, "fp8"): lambda: _transformers(ue8m0=False),
+    ("transformers", "block", True, "fp8"): lambda: _transformers(ue8m0=True),
+    ("transformers", "tensor", False, "fp8"): lambda: _transformers(ue8m0=False),
+    ("compressed-tensors", "block", False, "fp8"): lambda: _compressed_tensors(LARGEST, DIVIDED_NARROW),
+    ("compressed-tensors", "channel", False, "fp8"): lambda: _compressed_tensors(LARGEST, DIVIDED_NARROW),
+    ("compressed-tensors", "tensor", False, "fp8"): lambda: _compressed_tensors(LARGEST, DIVIDED_NARROW),
+    ("compressed-tensors", "mx", True, "fp8"): _compressed_tensors_mx,
+    ("compressed-tensors", "channel", False, "int8"): lambda: _compressed_tensors(np.float32(127.5), DIVIDED_WHOLE),
 }
-RULES = tuple(_MADE)  # (rule, kind of block, whether scales are powers of two)
+RULES = tuple(RuleKey(*key) for key in _MADE)
 
 
 @cache
-def rule_table(rule: str, kind: str, ue8m0: bool) -> RuleTable:
+def rule_table(rule: RuleName, kind: BlockKind, powers: bool, codes: CodesName) -> RuleTable:
     """The table of one of RULES."""
     with np.errstate(all="ignore"):
-        return _MADE[rule, kind, ue8m0]()
+        return _MADE[rule, kind, powers, codes]()

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from pulse_rl.weights.views.rules import RULES, BlockKind, RuleName
+from pulse_rl.weights.views.rules import RULES, BlockKind, CodesName, RuleKey, RuleName
 
 Scales: TypeAlias = Literal["plain", "sticky"]
 
@@ -14,8 +14,8 @@ MX_BLOCK = (1, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8:
-    """A view in FP8 E4M3, with a scale for each block, as checkpoints of engines have it.
+class View:
+    """A view in FP8 E4M3 or INT8, with a scale for each block, as checkpoints of engines have it.
 
     Quantised are the matrices of linear layers (`….weight`, of two dimensions) and stacks of experts (of three, with
     `experts` in the name), of bfloat16; all other tensors are in the view as they are.
@@ -27,6 +27,7 @@ class Fp8:
             "transformers", "vllm" or "compressed-tensors".
         scales: "plain": recomputed for each version, as the library would. "sticky": kept until a weight of the block
             would overflow or all of them use less than `keep` of the range.
+        codes: "fp8", or "int8", which has a scale for each row, by the rule "compressed-tensors".
         ue8m0: Round scales up to powers of two. Those of MXFP8 always are.
         keep: With sticky scales, the part of a block's range that its largest weight has to use, between 0 and 1.
         ignore: Patterns of parts of names, between two dots: a tensor with such a part is not quantised.
@@ -38,6 +39,7 @@ class Fp8:
         block: As given, as all others.
         rule: Likewise.
         scales: Likewise.
+        codes: Likewise.
         ue8m0: Likewise.
         keep: Likewise.
         ignore: Likewise.
@@ -46,6 +48,7 @@ class Fp8:
     block: tuple[int, int] | Literal["channel", "tensor"] = (128, 128)
     rule: RuleName = "deepseek"
     scales: Scales = "plain"
+    codes: CodesName = "fp8"
     ue8m0: bool = False
     keep: float = 0.5
     ignore: Sequence[str] = IGNORED
@@ -59,11 +62,20 @@ class Fp8:
             raise ValueError(f"scales: expected 'plain' or 'sticky', found {self.scales!r}")
         if not 0 < self.keep < 1:
             raise ValueError(f"keep: expected more than 0 and less than 1, found {self.keep!r}")
-        if (self.rule, self.kind, self.powers) not in RULES:
-            offered = sorted({rule for rule, kind, powers in RULES if (kind, powers) == (self.kind, self.powers)})
+        if self.codes not in get_args(CodesName):
+            raise ValueError(f"codes: expected 'fp8' or 'int8', found {self.codes!r}")
+        if self.key not in RULES:
+            offered = [rule for rule, *rest in RULES if rest == list(self.key[1:])]
             powers = " with ue8m0" if self.ue8m0 else ""
-            expected = f"one of {', '.join(offered)}" if offered else f"no ue8m0 with block={self.block!r}"
-            raise ValueError(f"rule: expected {expected} for block={self.block!r}{powers}, found {self.rule!r}")
+            found = f"block={self.block!r}{powers} and codes={self.codes!r}"
+            if not offered:
+                raise ValueError(f"block: expected what some rule has, found {found}: docs/views.md has a table")
+            raise ValueError(f"rule: expected one of {', '.join(sorted(offered))} for {found}, found {self.rule!r}")
+
+    @property
+    def key(self) -> RuleKey:
+        """Its rule among RULES."""
+        return RuleKey(self.rule, self.kind, self.powers, self.codes)
 
     @property
     def kind(self) -> BlockKind:
