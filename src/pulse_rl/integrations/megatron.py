@@ -32,7 +32,7 @@ from pulse_rl.weights.boxes import Box, Shape
 Converter = Callable[[Any], Mapping[str, Any]]
 
 
-class View(NamedTuple):
+class BoxView(NamedTuple):
     """A box of a published tensor, and where a tensor of this rank holds it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Learned:
     """
 
     published: Mapping[str, Any]
-    views: Mapping[str, tuple[View, ...]]
+    views: Mapping[str, tuple[BoxView, ...]]
     tied: Mapping[str, str]
     expected: Mapping[str, Shape]
     unused: tuple[str, ...]
@@ -205,8 +205,8 @@ class _Cell(NamedTuple):
     start: int
     strides: Shape
 
-    def view(self, given: _Given) -> View:
-        return View(self.box, given.names[self.tensor], self.start, self.strides)
+    def view(self, given: _Given) -> BoxView:
+        return BoxView(self.box, given.names[self.tensor], self.start, self.strides)
 
 
 def _sources(convert: Converter, given: _Given, several: bool) -> dict[str, NDArray[np.int64]]:
