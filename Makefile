@@ -13,6 +13,8 @@ VERL := verl==0.9.1
 VERL_BIN := .venv-verl/bin
 # More processes than cores: many tests wait. A process without tests left takes some of another one's.
 PARALLEL := -n 6 --dist worksteal
+# Tests start hundreds of processes; where the environment forbids bytecode, each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs evidence check audit dist clean
 

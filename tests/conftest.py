@@ -36,7 +36,7 @@ LONG = (
     *("flow/test_recipe_runs", "flow/test_run", "flow/test_trainers", "history/test_fuzz", "loco/test_ft"),
     *("loco/test_ranks", "sync/test_faults", "sync/test_interrupted", "sync/test_views"),
 )
-COSTLY = {"whole", "server"}  # fixtures of a module: tests that share them stay together
+COSTLY = {"server"}  # fixtures of a module: tests that share them stay together
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,25 +41,54 @@ def _check(summary: dict[str, Any], out: Path) -> None:
 SETTINGS = ("--deterministic", *sets("betas=[0.5, 0.75]", "warmup=4"))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The directory and the summary of a run of 6 steps, in patches, with two workers."""
-    out = tmp_path_factory.mktemp("whole") / "patch"
-    return out, run(out, "--steps", "6", "--workers", "2", *SETTINGS)
-
-
-def test_settings_reach_the_trainer(whole: tuple[Path, dict[str, Any]]) -> None:
-    out, _ = whole
-    assert [record["lr"] for record in metrics.read(out)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
-    policy = recipe_file.saved(out).policies["solver"]
-    assert (policy.betas, policy.warmup) == ((0.5, 0.75), 4)
-
-
-def test_patches_and_full_weights_give_the_same_run(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Bit-identical training: the same digests and rewards, with other weights on the wire and other workers."""
-    out, patch = whole
-    full = run(tmp_path / "full", "--steps", "6", "--workers", "1", *sets("sync=full"), *SETTINGS)
+def test_a_run_that_was_killed_interrupted_and_resumed_has_the_bits_of_one_over_full_weights(tmp_path: Path) -> None:
+    """Patches, through a death of the trainer, Ctrl-C and --resume, against a run that had none of it."""
+    out = tmp_path / "patch"
+    process = start(out, "--steps", "100000", "--workers", "2", *SETTINGS, *sets("checkpoint_every=5"))
+    try:
+        until(process, lambda: len(metrics.read(out)) > 6, 240)
+        assert exposed(process.pid) == set()
+        for pid in children("ray::TrainerProcess", process.pid):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: metrics.read(out)[-1]["version"] > metrics.read(out)[-1]["step"])  # repeated, as new versions
+        second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1
+        assert "is going on: stop it first" in second.stderr
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    lines = stderr.splitlines()
+    assert re.search(r"^the trainer died; it goes on from step \d*[05]$", stderr, re.MULTILINE)
+    summary = json.loads(stdout)
+    _check(summary, out)
+    assert summary["restarts"] == 1
+    assert summary["stopped"] == {"by": "SIGINT", "sentence": lines[-1]}
+    # Steps that ended before the stop are shown before it; after it, at most the current step.
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping after the current step")) + 1 :]
+    assert sum(line.startswith("step ") for line in after) <= 1
+    assert after[-1].startswith(
+        f"stopped at step {summary['steps']} of 100000; continue from step {summary['steps']} with"
+    )
+    steps = summary["steps"] + 3
+    patch = resume(out, "--steps", str(steps))
     _check(patch, out)
+    assert patch["steps"] == steps
+    policy = recipe_file.saved(out).policies["solver"]
+    assert (recipe_file.saved(out).steps, policy.betas, policy.warmup) == (steps, (0.5, 0.75), 4)
+    # Every step has one line, though some were repeated.
+    records = metrics.read(out)
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    assert [record["lr"] for record in records[:6]] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    assert patch["seconds"] == pytest.approx(sum(record["total_s"] for record in records))
+    command = [*COMMAND, "train", "--resume", str(out)]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
+    assert again.returncode == 2
+    assert f"already at step {steps} of {steps}: give --steps more" in again.stderr
+    assert "starting" not in again.stderr
+
+    full = run(tmp_path / "full", "--steps", str(steps), "--workers", "1", *sets("sync=full"), *SETTINGS)
     _check(full, tmp_path / "full")
     assert patch["trainer_digest"] == full["trainer_digest"]
     assert patch["reward"] == full["reward"]
@@ -67,24 +96,14 @@ def test_patches_and_full_weights_give_the_same_run(whole: tuple[Path, dict[str,
     assert max(patch["density"]) > 0
     assert sum(patch["patch_nbytes"]) < sum(full["patch_nbytes"])
     page = (out / "report.html").read_text()
-    assert "math on chain_sum; solver (tiny, 6 steps); 2 workers" in page
+    assert f"math on chain_sum; solver (tiny, {steps} steps); 2 workers" in page
     assert all(worker["digest"] in page for worker in patch["workers"])
     # An anchor of it is an ordinary checkpoint.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    anchor = next((tmp_path / "full" / "store" / "anchors").glob("000000000006-*"))
+    anchor = next((tmp_path / "full" / "store" / "anchors").glob(f"{steps:012}-*"))
     assert pulse.digest(AutoModelForCausalLM.from_pretrained(anchor, dtype="auto")) == full["trainer_digest"]
     assert AutoTokenizer.from_pretrained(anchor)("1 + 1")["input_ids"]
-
-
-@pytest.mark.slow
-def test_resume_continues_where_the_run_stopped(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """In the middle of the warm-up; against a run that was not stopped."""
-    run(tmp_path / "parts", "--steps", "3", "--workers", "1", *SETTINGS)
-    parts = resume(tmp_path / "parts", "--steps", "6")
-    assert parts["trainer_digest"] == whole[1]["trainer_digest"]
-    assert parts["reward"] == whole[1]["reward"]
-    _check(parts, tmp_path / "parts")
 
 
 @pytest.mark.slow
@@ -120,51 +139,6 @@ def _alive(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
-
-
-def test_a_killed_trainer_goes_on_and_an_interrupted_run_can_be_resumed(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = start(out, "--steps", "100000", "--workers", "1", *sets("checkpoint_every=10"))
-    try:
-        until(process, lambda: len(metrics.read(out)) > 12, 240)
-        assert exposed(process.pid) == set()
-        for pid in children("ray::TrainerProcess", process.pid):
-            os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: metrics.read(out)[-1]["version"] > metrics.read(out)[-1]["step"])  # repeated, as new versions
-        second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
-        assert second.returncode == 1
-        assert "is going on: stop it first" in second.stderr
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 130, stderr
-    lines = stderr.splitlines()
-    assert re.search(r"^the trainer died; it goes on from step \d0$", stderr, re.MULTILINE)
-    summary = json.loads(stdout)
-    _check(summary, out)
-    assert summary["restarts"] == 1
-    assert summary["stopped"] == {"by": "SIGINT", "sentence": lines[-1]}
-    # Steps that ended before the stop are shown before it; after it, at most the current step.
-    after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping after the current step")) + 1 :]
-    assert sum(line.startswith("step ") for line in after) <= 1
-    assert after[-1].startswith(
-        f"stopped at step {summary['steps']} of 100000; continue from step {summary['steps']} with"
-    )
-    done = summary["steps"]
-    resumed = resume(out, "--steps", str(done + 3))
-    _check(resumed, out)
-    assert resumed["steps"] == done + 3
-    assert recipe_file.saved(out).steps == done + 3  # the run keeps the new number of steps
-    # Every step has one line, though some were repeated.
-    records = metrics.read(out)
-    assert [record["step"] for record in records] == list(range(1, done + 4))
-    assert resumed["seconds"] == pytest.approx(sum(record["total_s"] for record in records))
-    command = [*COMMAND, "train", "--resume", str(out)]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
-    assert again.returncode == 2
-    assert f"already at step {done + 3} of {done + 3}: give --steps more" in again.stderr
-    assert "starting" not in again.stderr
 
 
 @pytest.mark.slow

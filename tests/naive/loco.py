@@ -76,6 +76,7 @@ def width(code: int, name: str) -> Fraction:
     return max(found, Fraction(2) ** -64) if name == "bfloat16" else found
 
 
+@cache
 def magnitudes() -> list[int]:
     """What the codes from 1 to 127 stand for, in units: 1, then 2 and 3 times the powers of two."""
     return [1] + [(2 + code % 2) * 2 ** (code // 2 - 1) for code in range(2, 128)]
@@ -104,7 +105,8 @@ def nearest(units: Any) -> int:
     """The code whose magnitude is nearest; the larger of two that are equally near."""
     table = magnitudes()
     exact = abs(Fraction(float(units)))
-    return 1 + min(range(len(table)), key=lambda at: (abs(table[at] - exact), -at))
+    above = bisect_left(table, exact)  # only it and the one before can be nearest
+    return 1 + min(range(len(table))[max(above - 1, 0) : above + 1], key=lambda at: (abs(table[at] - exact), -at))
 
 
 def log8_values(found: Any, cells: Any, name: str, scale: float, values: Any) -> None:

@@ -1,0 +1,130 @@
+"""What trainers that exchange seldom learn and send.
+
+python -m bench.evidence.trainers RUN ... > bench/evidence/trainers.tsv
+
+A line for each round of each run, with its mean reward and what a trainer sent; and, in the first and the last, the
+reward on problems that no trainer saw: one answer with the likeliest tokens, and the mean of some that are sampled.
+"""
+
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+import pulse_rl as pulse
+from bench.evidence.markdown import table
+from pulse_rl.flow import metrics, model, policy, recipe_file
+from pulse_rl.flow.recipe import Recipe
+from pulse_rl.flow.tasks import Problem, ProblemStream
+
+KEPT = Path(__file__).with_name("trainers.tsv")
+COLUMNS = ("method", "lr", "seed", "step", "reward", "sent_nbytes", "dense_nbytes", "greedy", "sampled")
+METHODS = {"pulse": "**PULSELoCo**", "published": "PULSELoCo as published", "diloco": "DiLoCo", "ddp": "DDP"}
+PROBLEMS, FIRST, BATCH = 256, 500_000, 32
+SAMPLES = 4  # of each problem
+SHOWN = 2  # rounds whose mean reward is the beginning's; at the end it is one more
+
+
+def unseen(recipe: Recipe, stream: ProblemStream) -> list[Problem]:
+    """Problems whose text is in none that the run's trainers may have had."""
+    trained = next(iter(recipe.policies.values()))
+    seen = {stream.problem(number).prompt for number in range(recipe.steps * trained.tasks_per_step * trained.trainers)}
+    found: dict[str, Problem] = {}
+    number = FIRST
+    while len(found) < PROBLEMS:
+        problem = stream.problem(number)
+        if problem.prompt not in seen:
+            found[problem.prompt] = problem
+        number += 1
+    return list(found.values())
+
+
+@torch.no_grad()
+def score(loaded: model.Loaded, stream: ProblemStream, problems: list[Problem], recipe: Recipe) -> tuple[float, float]:
+    """The mean reward of the likeliest answers, and of sampled ones."""
+    stops = policy.stop_tokens(loaded.tokenizer)
+    generator = torch.Generator().manual_seed(0)
+    temperatures = torch.tensor([0.0] + [recipe.workflow.temperature] * SAMPLES)[:, None]
+    rewards = []
+    for start in range(0, len(problems), BATCH):
+        batch = problems[start : start + BATCH]
+        ids, mask = policy.encode(loaded.tokenizer, [problem.prompt for problem in batch])
+        how = policy.How(1 + SAMPLES, recipe.workflow.max_new_tokens, temperatures.repeat(len(batch), 1), stops)
+        found = policy.sample(loaded.model, ids, mask, how, generator)
+        for row, (tokens, kept) in enumerate(zip(found.tokens, found.mask, strict=True)):
+            text = loaded.tokenizer.decode(tokens[kept], skip_special_tokens=True)
+            rewards.append(stream.reward(batch[row // (1 + SAMPLES)], text))
+    each = torch.tensor(rewards).reshape(-1, 1 + SAMPLES)
+    return float(each[:, 0].mean()), float(each[:, 1:].mean())
+
+
+def measure(run: Path) -> None:
+    """Print the lines of a run."""
+    recipe = recipe_file.saved(run)
+    trained = next(iter(recipe.policies.values()))
+    records = metrics.read(run)
+    stream = ProblemStream(recipe.workflow.settings["task"], recipe.seed)
+    loaded = model.load(trained.model, seed=recipe.seed, dither=trained.dither)
+    problems = unseen(recipe, stream)
+    scores = {0: score(loaded, stream, problems, recipe)}
+    subscriber = pulse.Subscriber(run / "store")
+    subscriber.sync(loaded.model.bfloat16(), version=records[-1]["version"])
+    loaded.model.float()
+    scores[records[-1]["step"]] = score(loaded, stream, problems, recipe)
+    who = (trained.trainer_sync, f"{trained.lr:g}", recipe.seed)
+    print(*who, 0, "", "", "", *(f"{of:.4f}" for of in scores[0]), sep="\t")
+    for record in records:
+        sync, ends = record["trainer_sync"], scores.get(record["step"], ())
+        sent = round(statistics.fmean(sync["sent_nbytes"]))
+        row = (record["step"], f"{record['reward']:.5f}", sent, sync["dense_nbytes"], *(f"{of:.4f}" for of in ends))
+        print(*who, *row, sep="\t", flush=True)
+
+
+def trainers() -> str:
+    """The table: each method's mean over its seeds, and the standard deviation between them."""
+    runs = defaultdict[tuple[str, str], dict[str, list[list[str]]]](lambda: defaultdict(list))
+    for line in KEPT.read_text().splitlines()[1:]:
+        method, lr, seed, *rest = line.split("\t")
+        runs[lr, method][seed].append(rest)
+    gains = {key: [_gain(rows) for rows in seeds.values()] for key, seeds in runs.items()}
+    lines = []
+    for (lr, method), seeds in runs.items():
+        rows = [row for each in seeds.values() for row in each[1:]]
+        sent, dense = (statistics.fmean(int(row[column]) for row in rows) for column in (2, 3))
+        ends = [[each[0][column], each[-1][column]] for each in seeds.values() for column in (4, 5)]
+        diloco = gains.get((lr, "diloco"))
+        lines.append(
+            [
+                f"{METHODS[method]}, {lr}",
+                f"{len(seeds)} × {rows[-1][0]}",
+                _spread(gains[lr, method]),
+                f"{statistics.fmean(gains[lr, method]) / statistics.fmean(diloco):.2f}" if diloco else "–",
+                *(f"{_mean(ends[which::2], 0)} → {_mean(ends[which::2], 1)}" for which in (0, 1)),
+                f"{sent / 1e6:,.1f} MB",
+                f"{dense / sent:,.0f} ×",
+            ]
+        )
+    head = ("method, lr", "seeds × steps", "gained", "of DiLoCo's", "unseen, likeliest", "unseen, sampled")
+    return table((*head, "a trainer and round", "less than DiLoCo"), lines)
+
+
+def _gain(rows: list[list[str]]) -> float:
+    """The mean reward of the last rounds less that of the first."""
+    rewards = [float(row[1]) for row in rows[1:]]
+    return statistics.fmean(rewards[-SHOWN - 1 :]) - statistics.fmean(rewards[:SHOWN])
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def _mean(ends: list[list[str]], which: int) -> str:
+    return f"{statistics.fmean(float(each[which]) for each in ends):.3f}"
+
+
+if __name__ == "__main__":
+    print(*COLUMNS, sep="\t")
+    for name in sys.argv[1:]:
+        measure(Path(name))
