@@ -8,6 +8,7 @@ from bench.evidence.keep import Run
 from bench.evidence.markdown import table
 from bench.evidence.scale import scale
 from bench.evidence.spans import spans
+from bench.evidence.trainers import trainers
 
 SPANS = (1, 2, 4, 8, 16, 32)
 CODECS = ("context", "gap")
@@ -90,5 +91,6 @@ TABLES: dict[str, Callable[[dict[str, Run]], str]] = {
     "bytes": nbytes,
     "over time": over_time,
     "spans": lambda _: spans(),
+    "trainers": lambda _: trainers(),
     "scale": lambda _: scale(),
 }

@@ -97,7 +97,7 @@ def trainers() -> str:
         diloco = gains.get((lr, "diloco"))
         lines.append(
             [
-                f"{METHODS[method]}, {lr}",
+                f"{METHODS[method]}, {lr.replace('e-0', 'e-')}",
                 f"{len(seeds)} × {rows[-1][0]}",
                 _spread(gains[lr, method]),
                 f"{statistics.fmean(gains[lr, method]) / statistics.fmean(diloco):.2f}" if diloco else "–",

@@ -15,7 +15,7 @@ SET: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": torch.t,
     "fewer": lambda tensor: tensor[:2],
     "further on": lambda tensor: tensor[1:],
-    "another shape": lambda tensor: tensor.unflatten(0, (2, 2)),
+    "another shape": lambda tensor: tensor.reshape(2, 2, *tensor.shape[1:]),
     "one more dimension": lambda tensor: tensor[None],
 }
 
