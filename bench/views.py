@@ -26,11 +26,11 @@ from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.views.quantised import Quantised
 
 VIEWS = {
-    "blocks": pulse.View(),
-    "blocks, sticky": pulse.View(scales="sticky"),
-    "rows": pulse.View(block="channel", rule="vllm"),
-    "rows, sticky": pulse.View(block="channel", rule="vllm", scales="sticky"),
-    "MXFP8": pulse.View(block=(1, 32), rule="vllm"),
+    "blocks": pulse.Fp8(),
+    "blocks, sticky": pulse.Fp8(scales="sticky"),
+    "rows": pulse.Fp8(block="channel", rule="vllm"),
+    "rows, sticky": pulse.Fp8(block="channel", rule="vllm", scales="sticky"),
+    "MXFP8": pulse.Fp8(block=(1, 32), rule="vllm"),
 }
 
 

@@ -13,7 +13,7 @@ from pulse_rl.study import Checkpoints, Report, Settings, study
 
 
 def trainer(model: torch.nn.Module, place: Path) -> int:
-    publisher = pulse.Publisher(place, cast="bfloat16", retain=20, codec="auto", views={"fp8": pulse.View()})
+    publisher = pulse.Publisher(place, cast="bfloat16", retain=20, codec="auto", views={"fp8": pulse.Fp8()})
     sent = publisher.publish(model, version=1, metadata={"step": 1})
     assert_type(sent, pulse.PublishReport)
     assert_type(sent.density, float)

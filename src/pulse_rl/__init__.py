@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
     from pulse_rl.weights.views.quantised import Quantised
-    from pulse_rl.weights.views.view import View
+    from pulse_rl.weights.views.view import Fp8, Int8
 
 _HOME = {
     "BaseMismatchError": "errors",
@@ -86,7 +86,8 @@ _HOME = {
     "EngineError": "errors",
     "ExchangeError": "errors",
     "FormatError": "errors",
-    "View": "weights.views.view",
+    "Fp8": "weights.views.view",
+    "Int8": "weights.views.view",
     "History": "history.history",
     "IntegrityError": "errors",
     "LocoReport": "loco.outcome",
@@ -145,7 +146,9 @@ __all__ = [
     "EngineError",
     "ExchangeError",
     "FormatError",
+    "Fp8",
     "History",
+    "Int8",
     "IntegrityError",
     "LocoReport",
     "Membership",
@@ -176,7 +179,6 @@ __all__ = [
     "VerifyReport",
     "VersionNotFoundError",
     "VersionSkewError",
-    "View",
     "apply",
     "copy_history",
     "diff",

@@ -206,7 +206,7 @@ def test_a_worker_samples_with_the_codes_and_scales_of_a_view(tmp_path: Path) ->
     for version in range(3):
         digest = sampler.follow(version).digest
         weights = subscriber_bits(world, version)
-        made = pulse.Quantised(pulse.View(), weights).look()
+        made = pulse.Quantised(pulse.Fp8(), weights).look()
         assert digest == pulse.digest(dict(made)) == history.find(version).views["fp8"].digest
         quantised = 0
         for name, parameter in sampler._model.named_parameters():
@@ -230,7 +230,7 @@ def subscriber_bits(world: World, version: int) -> dict[str, torch.Tensor]:
 
 def test_what_codes_stand_for_is_each_code_times_the_scale_of_its_block() -> None:
     weights = {"mlp.experts.up": torch.randn(2, 130, 300).bfloat16()}
-    view = pulse.Quantised(pulse.View(), weights).look()
+    view = pulse.Quantised(pulse.Fp8(), weights).look()
     held, by = (view[f"mlp.experts.up{end}"] for end in ("", "_scale_inv"))
     codes = torch.from_numpy(held.read(0, held.size).copy()).view(torch.float8_e4m3fn).reshape(2, 130, 300)
     scales = torch.from_numpy(by.read(0, by.size).view(np.float32).copy()).reshape(2, 2, 3)

@@ -119,7 +119,7 @@ def test_ranks_count_together(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_cast_that_needs_scales_is_refused(store: Store, kind: Any) -> None:
     weights = {"x": torch.randn(8)}
     with pytest.raises(
-        ValueError, match=r"without scales .* publish with cast='bfloat16'.*views=\{'fp8': pulse.View\(\)\}"
+        ValueError, match=r"without scales .* publish with cast='bfloat16'.*views=\{'fp8': pulse.Fp8\(\)\}"
     ):
         pulse.Publisher(store, cast=kind)
     with pytest.raises(ValueError, match="without scales"):

@@ -27,7 +27,7 @@ from pulse_rl.weights.views.quantised import Quantised
 from tests.loco.ranks import Ranks
 from tests.store.through import Through
 
-VIEWS = {"fp8": pulse.View(), "rows": pulse.View(block="channel", rule="vllm", scales="sticky")}
+VIEWS = {"fp8": pulse.Fp8(), "rows": pulse.Fp8(block="channel", rule="vllm", scales="sticky")}
 
 
 class Policy:
@@ -130,10 +130,10 @@ def test_every_version_has_its_views_or_does_not_exist(calls: list[tuple[str, bo
 
 FORMATS = {
     **VIEWS,
-    "sticky": pulse.View(scales="sticky"),
-    "tensor": pulse.View(block="tensor", rule="vllm"),
-    "mx": pulse.View(block=(1, 32), rule="vllm"),
-    "narrow": pulse.View(block="channel", rule="compressed-tensors"),
+    "sticky": pulse.Fp8(scales="sticky"),
+    "tensor": pulse.Fp8(block="tensor", rule="vllm"),
+    "mx": pulse.Fp8(block=(1, 32), rule="vllm"),
+    "narrow": pulse.Fp8(block="channel", rule="compressed-tensors"),
 }
 
 
@@ -181,7 +181,7 @@ def test_a_view_is_added_and_left_out_and_keeps_its_form(store: Any) -> None:
     assert [report.views["fp8"].patch is None for report in reports] == [True, False, False]
     assert [bool(report.anchor_nbytes) for report in reports] == [False] * 3  # the view has an anchor, by itself
     weights = pull(store, "fp8")
-    with pytest.raises(pulse.BaseMismatchError, match="view 'fp8': expected that of version 3, View.* another name"):
+    with pytest.raises(pulse.BaseMismatchError, match="view 'fp8': expected that of version 3, Fp8.* another name"):
         pulse.Publisher(store, views={"fp8": VIEWS["rows"]}).publish(policy.step())
     pulse.Publisher(store).publish(policy.weights)
     with pytest.raises(pulse.VersionNotFoundError, match="version 4 in"):
@@ -305,7 +305,7 @@ def test_ranks_quantise_their_shares(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("views", "word"), [({"a/b": pulse.View()}, "view: expected a name"), ({"fp8": "float8"}, "views: expected name")]
+    ("views", "word"), [({"a/b": pulse.Fp8()}, "view: expected a name"), ({"fp8": "float8"}, "views: expected name")]
 )
 def test_views_that_make_no_sense_are_refused(views: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):

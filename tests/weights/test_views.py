@@ -16,7 +16,7 @@ from pulse_rl.weights.changes import Changes, SectionChanges
 from pulse_rl.weights.views.formats import DTYPES, ViewFormat
 from pulse_rl.weights.views.quantised import Quantised
 from pulse_rl.weights.views.rules import RULES
-from pulse_rl.weights.views.view import View
+from pulse_rl.weights.views.view import Fp8, Int8, View
 from tests.weights.quantisers import library
 
 BLOCKS: dict[str, Any] = {"block": (128, 128), "channel": "channel", "tensor": "tensor", "mx": (1, 32)}
@@ -24,7 +24,8 @@ BELOW = 0x7F00  # magnitudes under 2^127: from there on compressed-tensors' powe
 
 
 def view_of(rule: Any, kind: str, ue8m0: bool, codes: Any, **settings: Any) -> View:
-    return View(block=BLOCKS[kind], rule=rule, ue8m0=ue8m0 and kind != "mx", codes=codes, **settings)
+    of = {"fp8": Fp8, "int8": Int8}[codes]
+    return of(block=BLOCKS[kind], rule=rule, ue8m0=ue8m0 and kind != "mx", **settings)
 
 
 def with_largest(magnitudes: Any, rows: int, columns: int) -> Any:
@@ -137,7 +138,7 @@ def sections_of(before: dict[str, Any], live: dict[str, Any], random: Any) -> It
 def test_what_does_not_lie_in_one_run_is_quantised_anew() -> None:
     """`follow` does not return it, so all of it is compared. It returns what stays bfloat16 as it was given."""
     live = {"a.weight": torch.randn(200, 150).bfloat16().t(), "norm.weight": torch.ones(4).bfloat16()}
-    follows, looks = Quantised(View(), live).look(), Quantised(View(), live)
+    follows, looks = Quantised(Fp8(), live).look(), Quantised(Fp8(), live)
     live["a.weight"][3, 5] *= 64
     live["norm.weight"][2] = 2
     changes = Changes(np.array([2], np.uint32), np.array([0x3F80], np.uint16))
@@ -167,7 +168,7 @@ def everything(bits: Bits) -> Any:
 
 def test_sticky_scales_stay_until_they_do_not_fit() -> None:
     """Within the range of 1 / 2 to 1 nothing but codes change; above and below the scale is the library's again."""
-    chosen = View(scales="sticky", keep=0.5)
+    chosen = Fp8(scales="sticky", keep=0.5)
     live = {"a.weight": torch.full((128, 128), 0.25, dtype=torch.bfloat16)}
     view = Quantised(chosen, live).look()
     scale = view["a.weight_scale_inv"]
@@ -208,7 +209,7 @@ def test_what_is_quantised_and_what_it_is_called() -> None:
         "lm_head.weight": (8, 4),
     }
     live = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in weights.items()}
-    view = Quantised(View(), live).look()
+    view = Quantised(Fp8(), live).look()
     found = {name: (bits.dtype, bits.shape) for name, bits in view.items() if bits.dtype != "BF16"}
     assert found == {
         "model.layers.0.mlp.up.weight": ("F8_E4M3", (8, 4)),
@@ -228,7 +229,7 @@ def test_what_is_quantised_and_what_it_is_called() -> None:
 def test_a_view_is_published_as_it_is(store: Any) -> None:
     """Versions of a view arrive bit for bit, from one mapping that keeps up."""
     live = {"a.weight": torch.randn(300, 200).to(torch.bfloat16), "norm.weight": torch.ones(4, dtype=torch.bfloat16)}
-    view = Quantised(View(scales="sticky"), live)
+    view = Quantised(Fp8(scales="sticky"), live)
     publisher, subscriber = pulse.Publisher(store, codec="context"), pulse.Subscriber(store)
     got: dict[str, Any] = {}
     for version in range(4):
@@ -252,9 +253,6 @@ def subscriber_memory(view: Quantised) -> dict[str, Any]:
         ({"block": "row"}, "block"),
         ({"rule": "deepseek", "block": "channel"}, "rule"),
         ({"rule": "compressed-tensors", "ue8m0": True}, "rule"),
-        ({"codes": "int4"}, "codes"),
-        ({"codes": "int8", "block": "channel", "rule": "vllm"}, "rule"),
-        ({"codes": "int8", "rule": "compressed-tensors"}, "block"),
         ({"rule": "mine"}, "rule"),
         ({"scales": "fixed"}, "scales"),
         ({"keep": 1.5}, "keep"),
@@ -262,27 +260,34 @@ def subscriber_memory(view: Quantised) -> dict[str, Any]:
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=f"^{word}: expected"):
-        View(**settings)
+        Fp8(**settings)
+
+
+def test_int8_has_one_rule() -> None:
+    with pytest.raises(ValueError, match="^rule: expected one of compressed-tensors for int8"):
+        Int8(rule="vllm")
+    with pytest.raises(ValueError, match="^block: expected what some rule has, found int8 codes"):
+        Int8(block="tensor")
 
 
 def test_weights_that_cannot_be_quantised_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a\.weight.*bfloat16.*F32"):
-        Quantised(View(), {"a.weight": torch.ones(4, 4)})
+        Quantised(Fp8(), {"a.weight": torch.ones(4, 4)})
     with pytest.raises(ValueError, match="multiple of 32"):
-        Quantised(View(block=(1, 32), rule="vllm"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
+        Quantised(Fp8(block=(1, 32), rule="vllm"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
     with pytest.raises(ValueError, match="found none"):
-        Quantised(View(), {"norm.weight": torch.ones(4, dtype=torch.bfloat16)})
+        Quantised(Fp8(), {"norm.weight": torch.ones(4, dtype=torch.bfloat16)})
 
 
 def test_pieces_have_to_consist_of_whole_blocks() -> None:
     """Rows of a multiple of 128 are quantised as they are in the whole tensor; others are refused."""
     weight = torch.randn(300, 200).to(torch.bfloat16)
-    whole_view = Quantised(View(), {"a.weight": weight}).look()
+    whole_view = Quantised(Fp8(), {"a.weight": weight}).look()
     parts = [pulse.Shard(weight[a:b], shape=(300, 200), offset=(a, 0)) for a, b in ((0, 128), (128, 300))]
-    cut = Quantised(View(), {"a.weight": parts}).look()
+    cut = Quantised(Fp8(), {"a.weight": parts}).look()
     for name in whole_view:
         assert np.array_equal(everything(whole_view[name]), everything(cut[name])), name
-    assert ViewFormat(View()).blocks(whole((300, 200)), (300, 200)) == Box((0, 0), (3, 2))
+    assert ViewFormat(Fp8()).blocks(whole((300, 200)), (300, 200)) == Box((0, 0), (3, 2))
     torn = [pulse.Shard(weight[:100], shape=(300, 200), offset=(0, 0))]
     with pytest.raises(ValueError, match="whole blocks"):
-        Quantised(View(), {"a.weight": torn})
+        Quantised(Fp8(), {"a.weight": torn})

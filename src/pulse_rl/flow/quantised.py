@@ -9,15 +9,15 @@ from collections.abc import Mapping
 
 import torch
 
-from pulse_rl import View
+from pulse_rl import Fp8
 from pulse_rl.flow.recipe import Recipe
 
 BLOCK = (128, 128)
 SCALE = "_scale_inv"  # after the name of a tensor: its scales, by the rule "deepseek"
-VIEWS = {"fp8": View(block=BLOCK, rule="deepseek")}
+VIEWS = {"fp8": Fp8(block=BLOCK, rule="deepseek")}
 
 
-def views_of(recipe: Recipe, policy: str) -> dict[str, View]:
+def views_of(recipe: Recipe, policy: str) -> dict[str, Fp8]:
     """The views of a policy that pools of a recipe sample with, by name."""
     return {
         pool.view: VIEWS[pool.view] for pool in recipe.pools if pool.view is not None and policy in recipe.held_by(pool)

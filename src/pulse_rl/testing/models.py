@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.quantised import Quantised
-from pulse_rl.weights.views.view import View
+from pulse_rl.weights.views.view import Fp8
 
 State: TypeAlias = dict[str, UIntArray]
 Step: TypeAlias = Callable[[str, str, UIntArray, np.random.Generator, int], None]  # name, dtype, bits (n,), …, version
@@ -242,13 +242,13 @@ class _View(PublishedModel):
                 flat, where = tensor.view(-1), torch.from_numpy(_few(tensor.numel(), random, 0.05))
                 flat[where] *= 1 + 0.1 * torch.from_numpy(random.normal(size=len(where))).bfloat16()
                 flat[-1] = (8, 6, 16)[version % 3]
-            view = Quantised(View(), live).look()
+            view = Quantised(Fp8(), live).look()
             flat_bits = {name: view[name].read(0, view[name].size).copy() for name in self.tensors}
             found.append({name: bits.reshape(self.tensors[name][1]) for name, bits in flat_bits.items()})
         return found
 
 
-SCALE = ViewFormat(View()).scale_name("")
+SCALE = ViewFormat(Fp8()).scale_name("")
 QUANTISED = _View(
     "quantised",
     {

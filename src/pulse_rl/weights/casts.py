@@ -27,7 +27,7 @@ def cast_name(cast: str | torch.dtype) -> str:
         raise ValueError(
             f"cast: expected a dtype that holds weights without scales ({', '.join(PLAIN)}), found {cast!r}, in which "
             "small weights become 0: publish with cast='bfloat16', and let the engine quantise what it loads, or give "
-            "Publisher(views={'fp8': pulse.View()}), which publishes codes with their scales too (docs/views.md)"
+            "Publisher(views={'fp8': pulse.Fp8()}), which publishes codes with their scales too (docs/views.md)"
         )
     if name not in PLAIN:
         raise ValueError(

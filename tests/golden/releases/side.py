@@ -27,7 +27,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def publisher(place: Path, codec: Codec) -> pulse.Publisher:
-    return pulse.Publisher(place / codec, codec=codec, anchor_every=4, sign_with=KEY, views={"fp8": pulse.View()})
+    return pulse.Publisher(place / codec, codec=codec, anchor_every=4, sign_with=KEY, views={"fp8": pulse.Fp8()})
 
 
 def write(place: Path) -> None:

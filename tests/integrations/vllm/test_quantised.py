@@ -28,7 +28,7 @@ def publish(publisher: pulse.Publisher, model: Any, tokenizer: Any, place: Path)
 def test_rows_in_fp8_are_followed_in_place(tmp_path: Path) -> None:
     model, tokenizer = tiny_model()
     store = tmp_path / "store"
-    publisher = pulse.Publisher(store, views={"fp8": pulse.View(block="channel", rule="vllm")})
+    publisher = pulse.Publisher(store, views={"fp8": pulse.Fp8(block="channel", rule="vllm")})
     followed = Server(publish(publisher, model, tokenizer, tmp_path), tmp_path / "log")
     fresh = None
     try:
@@ -55,7 +55,7 @@ def test_rows_in_fp8_are_followed_in_place(tmp_path: Path) -> None:
 def test_rows_in_int8_are_loaded_and_not_followed(tmp_path: Path) -> None:
     """On a CPU, vLLM repacks them when it loads them: it is refused before anything is written."""
     model, tokenizer = tiny_model()
-    view = pulse.View(codes="int8", block="channel", rule="compressed-tensors")
+    view = pulse.Int8()
     publisher = pulse.Publisher(tmp_path / "store", views={"fp8": view})
     server = Server(publish(publisher, model, tokenizer, tmp_path), tmp_path / "log")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pulse_rl import Publisher, PublishReport, View, digest
+from pulse_rl import Fp8, Publisher, PublishReport, digest
 from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Weights
@@ -28,7 +28,7 @@ class PolicyHistory:
     """
 
     def __init__(
-        self, policy: PolicyRecipe, url: str, assets: dict[str, bytes], views: Mapping[str, View], *, resumed: bool
+        self, policy: PolicyRecipe, url: str, assets: dict[str, bytes], views: Mapping[str, Fp8], *, resumed: bool
     ) -> None:
         self.newest = 0  # the newest version published
         self._policy = policy

@@ -103,7 +103,7 @@ class Publisher:
             further name → the name that stands for it. Frameworks that gather whole tensors give such copies of tied
             ones. Each `publish` compares them, and raises where they differ; a name that is absent counts as tied.
             Tensors that are the same memory are tied without it.
-        views: The same versions in other precisions, as {"fp8": pulse.View()}. Each view has patches and anchors of its
+        views: The same versions in other precisions, as {"fp8": pulse.Fp8()}. Each view has patches and anchors of its
             own, for `Subscriber(view="fp8")`, and is committed with its version or not at all. It is quantised from
             the published bfloat16 after the weights may be modified again. Memory: its codes and scales twice. Of a
             group, what each rank publishes has to consist of whole blocks.

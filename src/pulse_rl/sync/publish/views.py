@@ -47,7 +47,7 @@ class ViewLine:
 
     def __init__(self, name: str, view: View, ranks: Ranks, history: History, codec: str, anchor_every: int) -> None:
         if not isinstance(view, View):
-            raise ValueError(f"views: expected name → pulse.View(…), found {name!r}: {view!r}")
+            raise ValueError(f"views: expected name → pulse.Fp8(…), found {name!r}: {view!r}")
         check_view_name(name)
         self.name, self._form, self._view, self._ranks = name, repr(view), view, ranks
         delivery = Delivery(history, None, ranks)

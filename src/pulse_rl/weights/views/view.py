@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias
 
 from pulse_rl.weights.views.rules import RULES, BlockKind, CodesName, RuleKey, RuleName
 
@@ -15,40 +15,12 @@ MX_BLOCK = (1, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A view in FP8 E4M3 or INT8, with a scale for each block, as checkpoints of engines have it.
+    """What views of all kinds have in common."""
 
-    Quantised are the matrices of linear layers (`….weight`, of two dimensions) and stacks of experts (of three, with
-    `experts` in the name), of bfloat16; all other tensors are in the view as they are.
-
-    Args:
-        block: Rows and columns of a block; (1, 32) are those of MXFP8. "channel": a scale for each row. "tensor": one
-            for each matrix.
-        rule: Whose arithmetic and names to take, bit for bit: "deepseek" (as slime, verl and SkyRL have it),
-            "transformers", "vllm" or "compressed-tensors".
-        scales: "plain": recomputed for each version, as the library would. "sticky": kept until a weight of the block
-            would overflow or all of them use less than `keep` of the range.
-        codes: "fp8", or "int8", which has a scale for each row, by the rule "compressed-tensors".
-        ue8m0: Round scales up to powers of two. Those of MXFP8 always are.
-        keep: With sticky scales, the part of a block's range that its largest weight has to use, between 0 and 1.
-        ignore: Patterns of parts of names, between two dots: a tensor with such a part is not quantised.
-
-    Raises:
-        ValueError: The rule does not have such blocks or scales; or a setting makes no sense.
-
-    Attributes:
-        block: As given, as all others.
-        rule: Likewise.
-        scales: Likewise.
-        codes: Likewise.
-        ue8m0: Likewise.
-        keep: Likewise.
-        ignore: Likewise.
-    """
-
+    codes: ClassVar[CodesName]
     block: tuple[int, int] | Literal["channel", "tensor"] = (128, 128)
     rule: RuleName = "deepseek"
     scales: Scales = "plain"
-    codes: CodesName = "fp8"
     ue8m0: bool = False
     keep: float = 0.5
     ignore: Sequence[str] = IGNORED
@@ -62,12 +34,10 @@ class View:
             raise ValueError(f"scales: expected 'plain' or 'sticky', found {self.scales!r}")
         if not 0 < self.keep < 1:
             raise ValueError(f"keep: expected more than 0 and less than 1, found {self.keep!r}")
-        if self.codes not in get_args(CodesName):
-            raise ValueError(f"codes: expected 'fp8' or 'int8', found {self.codes!r}")
         if self.key not in RULES:
             offered = [rule for rule, *rest in RULES if rest == list(self.key[1:])]
             powers = " with ue8m0" if self.ue8m0 else ""
-            found = f"block={self.block!r}{powers} and codes={self.codes!r}"
+            found = f"{self.codes} codes and block={self.block!r}{powers}"
             if not offered:
                 raise ValueError(f"block: expected what some rule has, found {found}: docs/views.md has a table")
             raise ValueError(f"rule: expected one of {', '.join(sorted(offered))} for {found}, found {self.rule!r}")
@@ -88,3 +58,69 @@ class View:
     def powers(self) -> bool:
         """Whether its scales are powers of two."""
         return self.ue8m0 or self.kind == "mx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8(View):
+    """A view in FP8 E4M3 with a scale for each block, as checkpoints of engines have it.
+
+    Quantised are the matrices of linear layers (`….weight`, of two dimensions) and stacks of experts (of three, with
+    `experts` in the name), of bfloat16; all other tensors are in the view as they are.
+
+    Args:
+        block: Rows and columns of a block; (1, 32) are those of MXFP8. "channel": a scale for each row. "tensor": one
+            for each matrix.
+        rule: Whose arithmetic and names to take, bit for bit: "deepseek" (as slime, verl and SkyRL have it),
+            "transformers", "vllm" or "compressed-tensors".
+        scales: "plain": recomputed for each version, as the library would. "sticky": kept until a weight of the block
+            would overflow or all of them use less than `keep` of the range.
+        ue8m0: Round scales up to powers of two. Those of MXFP8 always are.
+        keep: With sticky scales, the part of a block's range that its largest weight has to use, between 0 and 1.
+        ignore: Patterns of parts of names, between two dots: a tensor with such a part is not quantised.
+
+    Raises:
+        ValueError: The rule does not have such blocks or scales; or a setting makes no sense.
+
+    Attributes:
+        block: As given, as all others.
+        rule: Likewise.
+        scales: Likewise.
+        ue8m0: Likewise.
+        keep: Likewise.
+        ignore: Likewise.
+    """
+
+    codes = "fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8(View):
+    """A view in INT8 with a scale for each row, as checkpoints for W8A8 have it.
+
+    Quantised are the matrices of linear layers (`….weight`, of two dimensions) and stacks of experts (of three, with
+    `experts` in the name), of bfloat16; all other tensors are in the view as they are.
+
+    Args:
+        block: "channel": a scale for each row.
+        rule: Whose arithmetic and names to take, bit for bit: "compressed-tensors".
+        scales: "plain": recomputed for each version, as the library would. "sticky": kept until a weight of the block
+            would overflow or all of them use less than `keep` of the range.
+        ue8m0: No rule has it.
+        keep: With sticky scales, the part of a block's range that its largest weight has to use, between 0 and 1.
+        ignore: Patterns of parts of names, between two dots: a tensor with such a part is not quantised.
+
+    Raises:
+        ValueError: The rule does not have such blocks or scales; or a setting makes no sense.
+
+    Attributes:
+        block: As given, as all others.
+        rule: Likewise.
+        scales: Likewise.
+        ue8m0: Likewise.
+        keep: Likewise.
+        ignore: Likewise.
+    """
+
+    codes = "int8"
+    block: tuple[int, int] | Literal["channel", "tensor"] = "channel"
+    rule: RuleName = "compressed-tensors"
