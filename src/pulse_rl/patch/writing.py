@@ -170,13 +170,14 @@ def _pieces(live: Mapping[str, Copies]) -> _Pieces | None:
     found.sort(key=itemgetter(0))
     addresses = np.array([address for address, _, _ in found], np.int64)
     ends = addresses + np.array([bits.size * bits.stored_itemsize for _, _, bits in found], np.int64)
-    counters = {counter: number for number, counter in enumerate(dict.fromkeys(bits.counter for _, _, bits in found))}
+    counted = [bits.counter for _, _, bits in found]  # asked once: some make a new one for each who asks
+    counters = {counter: number for number, counter in enumerate(dict.fromkeys(counted))}
     return _Pieces(
         addresses,
         ends,
         [name for _, name, _ in found],
         np.fromiter(counters, object, len(counters)),
-        np.array([counters[bits.counter] for _, _, bits in found], np.int64),
+        np.array([counters[counter] for counter in counted], np.int64),
         device,
     )
 

@@ -89,6 +89,7 @@ def describe(function: int, tensors: Sequence[Any]) -> bytes | None:
     """
     objects, answer = np.fromiter(tensors, object, len(tensors)), np.empty(6, np.uint64)  # a DLTensor, of 48 bytes
     at, to = (np.uint64(array.__array_interface__["data"][0]) for array in (objects, answer))
-    words = buffer("words", (WORDS + 2 * USUAL) * len(tensors), np.uint64)
+    room = (WORDS + 2 * USUAL) * len(tensors)
+    words = buffer("words", room, np.uint64)[:room]
     size = int(_describe(np.uint64(function), at, np.int64(len(objects)), to, words))
     return words[:size].tobytes() if size >= 0 else None
