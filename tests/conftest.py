@@ -39,6 +39,7 @@ LONG = (
 COSTLY = {"server"}  # fixtures of a module: tests that share them stay together
 
 
+@pytest.hookimpl(trylast=True)  # when those that are not run, as the slow ones, are out of the list
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups: dict[str, list[pytest.Item]] = {}
     others: list[pytest.Item] = []
