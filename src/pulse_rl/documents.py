@@ -1,6 +1,8 @@
 """JSON from outside, decoded against a type: one error for whatever is wrong with it, and the types of its members."""
 
-from typing import Annotated, TypeVar
+from functools import cache
+from threading import Lock
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -14,6 +16,10 @@ Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # random
 
 T = TypeVar("T")
 
+_decoder: Any = cache(msgspec.json.Decoder)
+# One thread at a time: msgspec shows another one what it knows of a Struct before it knows all of it.
+_making = Lock()
+
 
 def decode_json(data: bytes | bytearray | memoryview, kind: type[T], what: str) -> T:
     """Decode a JSON document of untrusted bytes.
@@ -22,6 +28,9 @@ def decode_json(data: bytes | bytearray | memoryview, kind: type[T], what: str) 
     Raises FormatError if it is not JSON, not UTF-8, nested too deeply or of another type.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        with _making:
+            decoder = _decoder(kind)
+        found: T = decoder.decode(data)
+        return found
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{what}: {error}") from None
