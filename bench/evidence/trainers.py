@@ -6,6 +6,7 @@ A line for each round of each run, with its mean reward and what a trainer sent;
 reward on problems that no trainer saw: one answer with the likeliest tokens, and the mean of some that are sampled.
 """
 
+import csv
 import statistics
 import sys
 from collections import defaultdict
@@ -84,24 +85,23 @@ def measure(run: Path) -> None:
 
 def trainers() -> str:
     """The table: each method's mean over its seeds, and the standard deviation between them."""
-    runs = defaultdict[tuple[str, str], dict[str, list[list[str]]]](lambda: defaultdict(list))
-    for line in KEPT.read_text().splitlines()[1:]:
-        method, lr, seed, *rest = line.split("\t")
-        runs[lr, method][seed].append(rest)
+    runs = defaultdict[tuple[str, str], dict[str, list[dict[str, str]]]](lambda: defaultdict(list))
+    for row in csv.DictReader(KEPT.read_text().splitlines(), delimiter="\t"):
+        runs[row["lr"], row["method"]][row["seed"]].append(row)
     gains = {key: [_gain(rows) for rows in seeds.values()] for key, seeds in runs.items()}
     lines = []
     for (lr, method), seeds in runs.items():
         rows = [row for each in seeds.values() for row in each[1:]]
-        sent, dense = (statistics.fmean(int(row[column]) for row in rows) for column in (2, 3))
-        ends = [[each[0][column], each[-1][column]] for each in seeds.values() for column in (4, 5)]
+        sent, dense = (_mean(rows, column) for column in ("sent_nbytes", "dense_nbytes"))
+        first, last = ([each[end] for each in seeds.values()] for end in (0, -1))
         diloco = gains.get((lr, "diloco"))
         lines.append(
             [
                 f"{METHODS[method]}, {lr.replace('e-0', 'e-')}",
-                f"{len(seeds)} × {rows[-1][0]}",
+                f"{len(seeds)} × {rows[-1]['step']}",
                 _spread(gains[lr, method]),
                 f"{statistics.fmean(gains[lr, method]) / statistics.fmean(diloco):.2f}" if diloco else "–",
-                *(f"{_mean(ends[which::2], 0)} → {_mean(ends[which::2], 1)}" for which in (0, 1)),
+                *(f"{_mean(first, of):.3f} → {_mean(last, of):.3f}" for of in ("greedy", "sampled")),
                 f"{sent / 1e6:,.1f} MB",
                 f"{dense / sent:,.0f} ×",
             ]
@@ -110,18 +110,18 @@ def trainers() -> str:
     return table((*head, "a trainer and round", "less than DiLoCo"), lines)
 
 
-def _gain(rows: list[list[str]]) -> float:
+def _gain(rows: list[dict[str, str]]) -> float:
     """The mean reward of the last rounds less that of the first."""
-    rewards = [float(row[1]) for row in rows[1:]]
-    return statistics.fmean(rewards[-SHOWN - 1 :]) - statistics.fmean(rewards[:SHOWN])
+    rounds = rows[1:]
+    return _mean(rounds[-SHOWN - 1 :], "reward") - _mean(rounds[:SHOWN], "reward")
 
 
 def _spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def _mean(ends: list[list[str]], which: int) -> str:
-    return f"{statistics.fmean(float(each[which]) for each in ends):.3f}"
+def _mean(rows: list[dict[str, str]], column: str) -> float:
+    return statistics.fmean(float(row[column]) for row in rows)
 
 
 if __name__ == "__main__":

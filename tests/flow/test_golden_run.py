@@ -1,6 +1,5 @@
 """What the directory of a run keeps, format 1: today's writer gives the golden bytes, today's reader continues them."""
 
-import importlib.util
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,23 +17,12 @@ from pulse_rl.flow.data.journal import FILE, Journal
 from pulse_rl.flow.data.state import Snapshot
 from pulse_rl.flow.training.checkpoints import TrainerCheckpoints, saved_step
 from pulse_rl.flow.training.sharded import load_shares
-from tests import ROOT
+from tests import ROOT, script
 from tests.flow.faults import journal_of, kept, make
 from tests.flow.world import Clock
 
 GOLDEN = ROOT / "tests" / "golden" / "run-1"
-
-
-def _golden() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_run", GOLDEN / "make_run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKE = _golden()
+MAKE = script(GOLDEN / "make_run.py")
 
 
 def payloads(directory: Path) -> tuple[bytes, list[bytes]]:

@@ -1,6 +1,5 @@
 """Versions of the formats: a newer one is reported as newer, and what a release wrote stays readable."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -19,24 +18,13 @@ from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.prune import Retention
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
-from tests import ROOT
+from tests import ROOT, script
 from tests.patch.tools import seal as seal_patch
 from tests.patch.tools import take_apart
 
 GOLDEN = ROOT / "tests" / "golden" / "history-1"
 KEY = Ed25519PrivateKey.generate()
-
-
-def _make() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_make", GOLDEN / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKE = _make()
+MAKE = script(GOLDEN / "make.py")
 
 
 def weights(step: int = 0) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def kernel(function: Callable[..., Any], *, nogil: bool = True) -> Any:
 
 
 class _Linked(JITCodeLibrary):  # type: ignore[misc]
-    """The code of a part, which is optimised, and made machine code of, within the kernels that call it alone."""
+    """The code of a part. Only the kernels that call it are optimised and compiled to machine code, with it inside."""
 
     # Where a function's environment is put: only what is called from Python has one.
     codegen = SimpleNamespace(set_env=lambda name, environment: None)

@@ -80,14 +80,6 @@ class Fp8(View):
 
     Raises:
         ValueError: The rule does not have such blocks or scales; or a setting makes no sense.
-
-    Attributes:
-        block: As given, as all others.
-        rule: Likewise.
-        scales: Likewise.
-        ue8m0: Likewise.
-        keep: Likewise.
-        ignore: Likewise.
     """
 
     codes = "fp8"
@@ -97,28 +89,18 @@ class Fp8(View):
 class Int8(View):
     """A view in INT8 with a scale for each row, as checkpoints for W8A8 have it.
 
-    Quantised are the matrices of linear layers (`….weight`, of two dimensions) and stacks of experts (of three, with
-    `experts` in the name), of bfloat16; all other tensors are in the view as they are.
+    It quantises the same tensors as `Fp8`.
 
     Args:
         block: "channel": a scale for each row.
         rule: Whose arithmetic and names to take, bit for bit: "compressed-tensors".
-        scales: "plain": recomputed for each version, as the library would. "sticky": kept until a weight of the block
-            would overflow or all of them use less than `keep` of the range.
+        scales: As of `Fp8`.
         ue8m0: No rule has it.
-        keep: With sticky scales, the part of a block's range that its largest weight has to use, between 0 and 1.
-        ignore: Patterns of parts of names, between two dots: a tensor with such a part is not quantised.
+        keep: As of `Fp8`.
+        ignore: As of `Fp8`.
 
     Raises:
-        ValueError: The rule does not have such blocks or scales; or a setting makes no sense.
-
-    Attributes:
-        block: As given, as all others.
-        rule: Likewise.
-        scales: Likewise.
-        ue8m0: Likewise.
-        keep: Likewise.
-        ignore: Likewise.
+        ValueError: As of `Fp8`.
     """
 
     codes = "int8"
