@@ -17,8 +17,17 @@ Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # random
 T = TypeVar("T")
 
 _decoder: Any = cache(msgspec.json.Decoder)
-# One thread at a time: msgspec shows another one what it knows of a Struct before it knows all of it.
 _making = Lock()
+
+
+def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Msgspec's decoder of a type, made once.
+
+    By one thread at a time: msgspec shows another one what it knows of a Struct before it knows all of it.
+    """
+    with _making:
+        found: msgspec.json.Decoder[T] = _decoder(kind)
+    return found
 
 
 def decode_json(data: bytes | bytearray | memoryview, kind: type[T], what: str) -> T:
@@ -28,9 +37,6 @@ def decode_json(data: bytes | bytearray | memoryview, kind: type[T], what: str) 
     Raises FormatError if it is not JSON, not UTF-8, nested too deeply or of another type.
     """
     try:
-        with _making:
-            decoder = _decoder(kind)
-        found: T = decoder.decode(data)
-        return found
+        return decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{what}: {error}") from None

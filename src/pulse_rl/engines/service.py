@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
+from pulse_rl.documents import decoder
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped, merge
 from pulse_rl.engines.states import (
     BUSY,
@@ -315,7 +316,7 @@ def _not_staged(version: int | None, found: Prepared | None) -> Failure:
 
 def _body(request: bytes, kind: type[T], during: During) -> T:
     try:
-        return msgspec.json.decode(request or b"{}", type=kind)
+        return decoder(kind).decode(request or b"{}")
     except msgspec.MsgspecError as error:
         raise _RefusedError(BAD, Failure(during, "ValueError", f"the request's body: {one_line(error)}")) from None
 
