@@ -16,18 +16,24 @@ Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # random
 
 T = TypeVar("T")
 
+# Held while msgspec first reads a type. It shows other threads what it knows of a Struct before it knows all of it, and
+# one that decodes with that ends by a segmentation fault (0.22; tests/test_documents.py).
+LEARNING = Lock()
+
 _decoder: Any = cache(msgspec.json.Decoder)
-_making = Lock()
 
 
 def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """Msgspec's decoder of a type, made once.
-
-    By one thread at a time: msgspec shows another one what it knows of a Struct before it knows all of it.
-    """
-    with _making:
+    """Msgspec's decoder of a type, made once."""
+    with LEARNING:
         found: msgspec.json.Decoder[T] = _decoder(kind)
     return found
+
+
+def convert(value: Any, kind: type[T], strict: bool = True) -> T:
+    """What msgspec.convert makes of a value, from any thread. Raises msgspec.ValidationError."""
+    decoder(kind)  # by which msgspec knows the type
+    return msgspec.convert(value, kind, strict=strict)
 
 
 def decode_json(data: bytes | bytearray | memoryview, kind: type[T], what: str) -> T:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from pulse_rl.documents import decoder
+from pulse_rl.documents import convert, decoder
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped, merge
 from pulse_rl.engines.states import (
     BUSY,
@@ -80,7 +80,7 @@ def serve(receiver: EngineReceiver, verb: str, arguments: dict[str, Any]) -> Any
     """One call of a receiver, in the engine's thread. Returns a RankState, or for "apply" an Applied, as plain data."""
     verbs: dict[str, Callable[[], RankState | Applied]] = {
         "state": receiver.state,
-        "follow": lambda: receiver.follow(msgspec.convert(arguments, Follow)),
+        "follow": lambda: receiver.follow(convert(arguments, Follow)),
         "stage": lambda: receiver.stage(arguments["version"]),
         "verify": receiver.verify,
         "apply": lambda: receiver.apply(arguments["version"]),
@@ -272,7 +272,7 @@ class Service:
     async def _call(self, during: During, verb: str, kind: type[T], arguments: dict[str, Any] | None = None) -> list[T]:
         """Call the method of all workers."""
         found = await self._attempt(during, self._engine.call(verb, arguments or {}))
-        return [msgspec.convert(each, kind) for each in found]
+        return [convert(each, kind) for each in found]
 
     async def _attempt(self, during: During, work: Awaitable[T]) -> T:
         """Await what the engine does. Its errors are answers too, but not that it is out of reach."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pulse_rl.documents import convert
 from pulse_rl.errors import ExchangeError, require
 
 HEARTBEAT = timedelta(milliseconds=100)  # torchft's default; its lighthouse declares a death after 5 s without one
@@ -96,7 +97,7 @@ class Lighthouse:
         reports, stores = {}, {}
         for member in answer.participants:
             try:
-                reports[member.replica_id] = msgspec.convert(member.data, QuorumReport)
+                reports[member.replica_id] = convert(member.data, QuorumReport)
             except msgspec.ValidationError as error:
                 raise ExchangeError(
                     f"expected the trainers of one run at the lighthouse {self.url}, found {member.replica_id} "

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.codecs.base import Codec, Decoded, OldBits, OldReader, Units
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.documents import Count, Digest
+from pulse_rl.documents import Count, Digest, convert
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
 from pulse_rl.patch.index import CodedBlock, Index, encode_index, read_index, span_hash
@@ -294,7 +294,7 @@ def _read_header(view: memoryview, source: str | None, nbytes: int | None) -> tu
     if [(n, e.dtype, len(e.shape)) for n, e in entries.items()] != [(name, "U8", 1) for name in STREAMS]:
         raise PatchFormatError(f"streams: expected {', '.join(STREAMS)}, found {', '.join(map(printable, entries))}")
     with translate(msgspec.ValidationError, to=lambda text: PatchFormatError(f"patch header: {text}")):
-        header = msgspec.convert(metadata, PatchHeader, strict=False)
+        header = convert(metadata, PatchHeader, strict=False)
     if header.codec not in CODECS:
         raise PatchFormatError(
             f"codec: expected one of {', '.join(CODECS)}, found {header.codec!r}: upgrade pulse-rl to read one "

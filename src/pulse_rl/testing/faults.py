@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
+from pulse_rl.documents import decoder
 from pulse_rl.errors import StoreError
 from pulse_rl.store.around import StoreAround
 from pulse_rl.store.opening import open_store
@@ -56,7 +57,7 @@ class Control:
         finally:
             os.close(file)
         try:
-            fault = msgspec.json.decode(self._plan.read_bytes(), type=Fault)
+            fault = decoder(Fault).decode(self._plan.read_bytes())
         except FileNotFoundError:
             return None
         return fault if number == fault.at or (fault.lasting and number > fault.at) else None

@@ -20,9 +20,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
-from pulse_rl.documents import Count
+from pulse_rl.documents import Count, convert
 from pulse_rl.flow.data import events
 from pulse_rl.flow.data.balance import Balance, DutyCycle
 from pulse_rl.flow.data.board import StatusBoard
@@ -129,7 +127,7 @@ class Dataflow(StatusBoard):
         holder = self._known(worker, self._tick())
         held = {name: each.get("version") for name, each in facts.get("policies", {}).items()}
         known = {name: version for name, version in held.items() if version is not None}
-        holder.versions = msgspec.convert(known, dict[str, Count])  # the next snapshot holds them, and must be readable
+        holder.versions = convert(known, dict[str, Count])  # the next snapshot holds them, and must be readable
         self.report(worker, facts)
         stop = self._state.ended or worker in self._state.dismissed
         # What the journal knows of before may be damaged: a trainer that goes on gets past it with a newer version.

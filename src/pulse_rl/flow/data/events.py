@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from pulse_rl.documents import LEARNING
 from pulse_rl.flow.samples import EpisodeGroup, Task
 
 
@@ -179,4 +180,5 @@ ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 
 def decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
     """Decodes what ENCODER has made of a value of this type."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)
+    with LEARNING:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 import torch.distributed as dist
 
-from pulse_rl.documents import decode_json
+from pulse_rl.documents import convert, decode_json
 from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.http import Server, is_temporary
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped
@@ -88,10 +88,10 @@ class _Engine:
         try:
             found = self._order(during, verb, arguments)
             if writes:
-                applied = [msgspec.convert(rank, Applied) for rank in found]
+                applied = [convert(rank, Applied) for rank in found]
                 self._stale, stopped = False, is_stopped([rank.state for rank in applied])
                 return applied
-            ranks = [msgspec.convert(rank, RankState) for rank in found]
+            ranks = [convert(rank, RankState) for rank in found]
             stopped = self._stale or is_stopped(ranks)
             return [msgspec.structs.replace(rank, stopped=rank.stopped or self._stale) for rank in ranks]
         except EngineError as error:
