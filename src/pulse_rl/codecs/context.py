@@ -49,8 +49,8 @@ from pulse_rl.parallel import batched, ordered_map, sliced
 from pulse_rl.weights.changes import Changes, find_changes
 from pulse_rl.weights.devices import HOST, Device
 
-SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exponents are counted
-SAMPLED_EVERY = 64
+SAMPLED_SIZE = 1 << 9  # elements of a segment of which exponents are counted at least, if it has so many
+SAMPLED_EVERY = 64  # runs of elements, of which one is counted in large segments
 SAMPLE = 1 << 24  # elements of a class whose contexts are counted
 BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
@@ -281,7 +281,7 @@ class _Group:
 
     def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
         """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
-        every = np.where(self.sizes[batch] > SAMPLED_SIZE, SAMPLED_EVERY, 1)
+        every = np.clip(self.sizes[batch] // SAMPLED_SIZE, 1, SAMPLED_EVERY)
         with self._device.coder() as coder:
             elements = coder.count_exponents(self._memory(batch), self.field, self._itemsize, every)
         edges = self._edges[batch[0] : batch[-1] + 2]

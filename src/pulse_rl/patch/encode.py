@@ -28,7 +28,7 @@ from pulse_rl.patch.scan import Scan, rows_of
 from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
 from pulse_rl.patch.since import Since
 from pulse_rl.patch.table import encode_table, entries_of
-from pulse_rl.patch.targets import Located, device_for, locate
+from pulse_rl.patch.targets import Located, device_of, locate
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
@@ -172,7 +172,8 @@ def find(
     nonfinite, spoilt = 0, ""
     lying = None  # where the old bits are, for codecs that read them
     if since is None and any(codec.conditional for codec in codecs):
-        lying = derived(derived(old, each_alone), locate, table, groups, device_for(old.values()))
+        alone = derived(old, each_alone)
+        lying = derived(alone, locate, table, groups, derived(alone, device_of))
     for one in sections_of(Segments(table, groups)):
         group, first, section, entries = one
         sections = [section]
