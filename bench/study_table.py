@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.evidence.markdown import table
+
 SPARSITY = ("run", "steps", "mean S₁", "spread", "lowest", "S₂", "S₄", "S₈", "S₁₆", "S₃₂")
 THEORY = (
     *("run", "density", "by theory", "single steps", "with the measured r", "single steps", "r"),
@@ -18,23 +20,14 @@ THEORY = (
 BYTES = ("run", "`context`", "bits per change", "bound", "reduction", "`gap`", "reduction")
 
 
-def row(*cells: object) -> None:
-    print("| " + " | ".join(map(str, cells)) + " |")
-
-
-def head(columns: tuple[str, ...]) -> None:
-    row(*columns)
-    print("|" + "---|" * len(columns))
-
-
-def sparsity(name: str, report: dict[str, Any]) -> None:
+def sparsity(name: str, report: dict[str, Any]) -> list[str]:
     over = {span["k"]: span["over_time"] for span in report["spans"]}
     one = over[1]
     more = [f"{over[k]['mean']:.2%}" if k in over else "" for k in (2, 4, 8, 16, 32)]
-    row(name, len(report["steps"]), f"{one['mean']:.3%}", f"{one['std']:.3%}", f"{one['min']:.3%}", *more)
+    return [name, str(len(report["steps"])), f"{one['mean']:.3%}", f"{one['std']:.3%}", f"{one['min']:.3%}", *more]
 
 
-def theory(name: str, report: dict[str, Any]) -> None:
+def theory(name: str, report: dict[str, Any]) -> list[str]:
     steps = [step for step in report["steps"] if step["prediction"]]
     density = statistics.fmean(step["density"] for step in report["steps"])
 
@@ -46,26 +39,23 @@ def theory(name: str, report: dict[str, Any]) -> None:
     rate = statistics.fmean(step["rate"] for step in steps if step["rate"] is not None)
     again = report["recurrence"]
     chances = [f"{again[each]:.1%}" for each in ("again", "expected_again", "back")]
-    row(name, f"{density:.3%}", *cells("density"), *cells("by_rate"), f"{rate:.3f}", *chances)
+    return [name, f"{density:.3%}", *cells("density"), *cells("by_rate"), f"{rate:.3f}", *chances]
 
 
-def sizes(name: str, report: dict[str, Any]) -> None:
+def sizes(name: str, report: dict[str, Any]) -> list[str]:
     steps, full = report["steps"], report["full_nbytes"]
     changes = sum(step["changes"] for step in steps)
     total = {codec: sum(step["codecs"][codec] for step in steps) for codec in ("context", "gap")}
     bound = sum(step["bounds"]["positions"] + step["bounds"]["moves"] for step in steps)
     context, gap = (f"{total[codec] / len(steps) / 1e3:,.0f} kB" for codec in total)
     times = [f"{full * len(steps) / total[codec]:,.0f} ×" for codec in total]
-    row(name, context, f"{8 * total['context'] / changes:.2f}", f"{bound / changes:.2f}", times[0], gap, times[1])
+    return [name, context, f"{8 * total['context'] / changes:.2f}", f"{bound / changes:.2f}", times[0], gap, times[1]]
 
 
 def main(targets: list[str]) -> None:
     reports = {name: json.loads(Path(path).read_text()) for name, _, path in (each.partition("=") for each in targets)}
     for columns, fill in ((SPARSITY, sparsity), (THEORY, theory), (BYTES, sizes)):
-        head(columns)
-        for name, report in reports.items():
-            fill(name, report)
-        print()
+        print(table(columns, (fill(*each) for each in reports.items())))
 
 
 if __name__ == "__main__":

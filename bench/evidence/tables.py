@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from bench.evidence.keep import Run
+from bench.evidence.larger import larger
 from bench.evidence.markdown import table
 from bench.evidence.scale import scale
 from bench.evidence.spans import spans
@@ -92,5 +93,6 @@ TABLES: dict[str, Callable[[dict[str, Run]], str]] = {
     "over time": over_time,
     "spans": lambda _: spans(),
     "trainers": lambda _: trainers(),
+    "larger": lambda _: larger(),
     "scale": lambda _: scale(),
 }
