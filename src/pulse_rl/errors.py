@@ -309,11 +309,12 @@ class ProcessDiedError(PulseError):
 
     Attributes:
         process: Its name in the run, as "worker-0".
+        memory: Whether Ray ended it because the memory of its node ran out.
     """
 
-    def __init__(self, message: str, *, process: str | None = None) -> None:
+    def __init__(self, message: str, *, process: str | None = None, memory: bool = False) -> None:
         super().__init__(message)
-        self.process = process
+        self.process, self.memory = process, memory
 
 
 class MissingExtraError(PulseError, ImportError):

@@ -269,7 +269,7 @@ def test_a_process_that_died_with_its_node_or_for_memory_has_died_like_any_other
     handle = ProcessHandle("worker-0", MagicMock(), MagicMock(), lambda: None, ())
     with pytest.raises(ProcessDiedError, match="worker-0's process died") as found:
         handle.result()
-    assert found.value.process == "worker-0"
+    assert (found.value.process, found.value.memory) == ("worker-0", kind == "OutOfMemoryError")
     monkeypatch.setattr(ray, "get_actor", lambda name: MagicMock())
     with pytest.raises(ProcessDiedError) as found:
         Remote("dataflow").pull(0)

@@ -31,6 +31,7 @@ class _Handle:
 
 
 DIED = ProcessDiedError("its process died", process="worker-0")
+OF_MEMORY = ProcessDiedError("its process died", process="worker-0", memory=True)
 NO_MODULE = ValueError("hot_cold cannot be imported")
 
 
@@ -61,13 +62,16 @@ def _pool(crew: _Crew) -> tuple[WorkerPool, list[str]]:
     return pool, said
 
 
-def test_one_worker_that_keeps_dying_ends_a_run_in_which_no_other_works() -> None:
-    pool, said = _pool(_Crew())
+@pytest.mark.parametrize(
+    ("error", "why"), [(DIED, "died"), (OF_MEMORY, "was ended by Ray, as the memory of its node ran out")]
+)
+def test_one_worker_that_keeps_dying_ends_a_run_in_which_no_other_works(error: Exception, why: str) -> None:
+    pool, said = _pool(_Crew(error=error))
     for _ in range(DEATHS - 1):
         pool.poll()
     with pytest.raises(ProcessDiedError, match="worker-0 .pid 7 on node-3. died 5 times without proving a version"):
         pool.poll()
-    assert said == ["worker-0 (pid 7 on node-3) died; starting again"] * (DEATHS - 1)
+    assert said == [f"worker-0 (pid 7 on node-3) {why}; starting again"] * (DEATHS - 1)
 
 
 @pytest.mark.parametrize("error", [DIED, NO_MODULE])

@@ -22,6 +22,7 @@ from pulse_rl.flow.directory import LOG
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 CAUSES = "killed, or out of memory"  # of a process's death, as far as its driver can tell
+OF_MEMORY = "ended by Ray, as the memory of its node ran out"
 REVIVALS = 1000  # of a service whose process dies; a fault that returns at once ends the run by then
 
 CONNECT_S = 10  # for a connection to a cluster's head
@@ -65,10 +66,11 @@ class Remote:
             except ray.exceptions.RayTaskError as error:
                 raise _raised(error) from error
             except gone as error:
-                why = f"process died ({CAUSES})"
+                memory = _of_memory(error)
+                why = f"process died ({OF_MEMORY if memory else CAUSES})"
                 if getattr(error, "actor_init_failed", False):  # Ray's text ends with the exception
                     why = f"process could not start: {str(error).strip().splitlines()[-1].strip()}"
-                raise ProcessDiedError(f"the {self._name}'s {why}", process=self._name) from None
+                raise ProcessDiedError(f"the {self._name}'s {why}", process=self._name, memory=memory) from None
 
         return call
 
@@ -82,6 +84,13 @@ def _deaths() -> tuple[type[Exception], ...]:
 
     of_nodes = (ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnschedulableError)
     return (ray.exceptions.RayActorError, *of_nodes)
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether Ray has killed the process as its node's memory ran out."""
+    import ray
+
+    return isinstance(error, ray.exceptions.OutOfMemoryError)
 
 
 def _raised(error: Any) -> Exception:
@@ -147,11 +156,13 @@ class ProcessHandle:
             return ray.get(self.future)
         except ray.exceptions.RayTaskError as error:
             raise _raised(error) from error
-        except _deaths():
+        except _deaths() as error:
             # A process that is only unreachable must not continue next to its replacement.
             with suppress(Exception):
                 ray.kill(self._actor)
-            raise ProcessDiedError(f"{self._name}'s process died ({CAUSES})", process=self._name) from None
+            memory = _of_memory(error)
+            why = f"{self._name}'s process died ({OF_MEMORY if memory else CAUSES})"
+            raise ProcessDiedError(why, process=self._name, memory=memory) from None
 
 
 _handles: WeakSet[ProcessHandle] = WeakSet()  # those not closed: which node has how many

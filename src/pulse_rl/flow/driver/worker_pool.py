@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from pulse_rl.errors import ProcessDiedError, one_line
-from pulse_rl.flow.engine import CAUSES, ProcessHandle
+from pulse_rl.flow.engine import CAUSES, OF_MEMORY, ProcessHandle
 
 DEATHS = 5  # of one worker without a proved version between them; then it is left out, or ends a run without others
 
@@ -89,8 +89,8 @@ class WorkerPool:
                 try:
                     worker.result = worker.handle.result()
                     worker.handle.close()
-                except ProcessDiedError:
-                    self._restart(worker, "died")
+                except ProcessDiedError as error:
+                    self._restart(worker, f"was {OF_MEMORY}" if error.memory else "died")
                 except Exception as error:
                     worker.handle.close()
                     if self._crew.reported(worker.name).verified or not self._others_work(worker):
