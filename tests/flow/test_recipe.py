@@ -74,6 +74,7 @@ def test_set_changes_one_value(text: str, read: Callable[[Recipe], bool]) -> Non
     [
         ((), Plugin("grpo")),
         (("pools.worker.view=fp8",), Plugin("tis")),
+        (("pools.worker.view=fp8", "pools.worker.kind=vllm"), Plugin("tis")),
         (("pools.worker.view=fp8", "loss=grpo"), Plugin("grpo")),
         (("pools.worker.view=fp8", "loss.clip=0.1"), Plugin("grpo", {"clip": 0.1})),
     ],

@@ -21,7 +21,7 @@ from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Policy, Rewards
-from pulse_rl.flow.quantised import dequantise, views_of
+from pulse_rl.flow.quantised import VIEWS, dequantise, views_of
 from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.rollout import worker
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
@@ -206,15 +206,16 @@ def test_a_worker_samples_with_the_codes_and_scales_of_a_view(tmp_path: Path) ->
     for version in range(3):
         digest = sampler.follow(version).digest
         weights = subscriber_bits(world, version)
-        made = pulse.Quantised(pulse.Fp8(), weights).look()
+        made = pulse.Quantised(VIEWS["fp8"], weights).look()
         assert digest == pulse.digest(dict(made)) == history.find(version).views["fp8"].digest
         quantised = 0
         for name, parameter in sampler._model.named_parameters():
             expected = weights[name]
-            if expected.ndim == 2 and "embed" not in name:  # one block, in a model as small as this
-                scale = float(made[f"{name}_scale_inv"].read(0, 1).view(np.float32)[0])
+            if expected.ndim == 2 and "embed" not in name:
+                scales = torch.from_numpy(made[f"{name}_scale"].read(0, len(expected)).view(np.float32).copy())
                 codes = torch.from_numpy(made[name].read(0, expected.numel()).copy()).view(torch.float8_e4m3fn)
-                expected = (codes.float() * scale).bfloat16().reshape(expected.shape)
+                rows = [row.float() * float(by) for row, by in zip(codes.reshape(expected.shape), scales, strict=True)]
+                expected = torch.stack(rows).bfloat16()
                 assert not torch.equal(expected, weights[name])
                 quantised += 1
             assert torch.equal(parameter, expected), name
@@ -228,15 +229,15 @@ def subscriber_bits(world: World, version: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_what_codes_stand_for_is_each_code_times_the_scale_of_its_block() -> None:
+def test_what_codes_stand_for_is_each_code_times_the_scale_of_its_row() -> None:
     weights = {"mlp.experts.up": torch.randn(2, 130, 300).bfloat16()}
-    view = pulse.Quantised(pulse.Fp8(), weights).look()
-    held, by = (view[f"mlp.experts.up{end}"] for end in ("", "_scale_inv"))
+    view = pulse.Quantised(VIEWS["fp8"], weights).look()
+    held, by = (view[f"mlp.experts.up{end}"] for end in ("", "_scale"))
     codes = torch.from_numpy(held.read(0, held.size).copy()).view(torch.float8_e4m3fn).reshape(2, 130, 300)
-    scales = torch.from_numpy(by.read(0, by.size).view(np.float32).copy()).reshape(2, 2, 3)
+    scales = torch.from_numpy(by.read(0, by.size).view(np.float32).copy()).reshape(2, 130, 1)
     found = dequantise(codes, scales)
     for expert, row, column in [(0, 0, 0), (1, 127, 299), (0, 128, 127), (1, 129, 128), (0, 5, 256)]:
-        scale = scales[expert, row // 128, column // 128]
+        scale = scales[expert, row, 0]
         assert found[expert, row, column] == (codes[expert, row, column].float() * scale).bfloat16()
     torch.testing.assert_close(found.float(), weights["mlp.experts.up"].float(), rtol=0.07, atol=0.01)
 

@@ -262,8 +262,7 @@ def test_an_anchor_of_a_view_is_a_checkpoint_that_says_how_it_is_quantised(tmp_p
     pulse.Publisher(tmp_path, views=VIEWS).publish(policy.weights, assets={"config.json": config})
     found = {}
     for name in VIEWS:
-        head = History(tmp_path, view=name).newest()
-        (path,) = [tmp_path / ref.name for ref in head.anchor if ref.name.endswith("config.json")]
+        (path,) = pulse.load_assets(tmp_path, tmp_path / "worker", view=name)
         found[name] = json.loads(path.read_bytes())
     assert {name: one["quantization_config"]["quant_method"] for name, one in found.items()} == {
         "fp8": "fp8",

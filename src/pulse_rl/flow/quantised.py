@@ -1,8 +1,9 @@
 """Rollouts in FP8: the views that a policy's trainers publish for its pools, and a model that samples with one.
 
-A worker of a pool with a `view` follows the codes and scales of that view, proved bit for bit. Its model computes in
-bfloat16 with what they stand for, code · scale, rounded to bfloat16. So the policy that it samples from is that of the
-quantised weights; activations are not quantised, as an engine's FP8 kernels do.
+A worker of a pool with a `view` follows the codes and scales of that view, proved bit for bit. Both kinds of workers
+follow the same one, in the form that vLLM follows in place. vLLM computes with its kernels for it. The built-in model
+computes in bfloat16 with what the codes stand for, code · scale, rounded to bfloat16. So the policy that it samples
+from is that of the quantised weights; activations are not quantised, as an engine's FP8 kernels do.
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,8 @@ import torch
 from pulse_rl import Fp8
 from pulse_rl.flow.recipe import Recipe
 
-BLOCK = (128, 128)
-SCALE = "_scale_inv"  # after the name of a tensor: its scales, by the rule "deepseek"
-VIEWS = {"fp8": Fp8(block=BLOCK, rule="deepseek")}
+SCALE = "_scale"  # after the name of a tensor: its scales, by the rule "vllm"
+VIEWS = {"fp8": Fp8(block="channel", rule="vllm")}
 
 
 def views_of(recipe: Recipe, policy: str) -> dict[str, Fp8]:
@@ -27,11 +27,9 @@ def views_of(recipe: Recipe, policy: str) -> dict[str, Fp8]:
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What codes of VIEWS stand for, in bfloat16.
 
-    codes: (…, rows, columns) FP8 E4M3. scales: (…, blocks down, blocks across) float32.
+    codes: (…, rows, columns) FP8 E4M3. scales: (…, rows, 1) float32.
     """
-    rows, columns = codes.shape[-2:]
-    each = scales.repeat_interleave(BLOCK[0], -2)[..., :rows, :].repeat_interleave(BLOCK[1], -1)[..., :columns]
-    return (codes.float() * each).bfloat16()
+    return (codes.float() * scales).bfloat16()
 
 
 def write(view: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:

@@ -345,11 +345,6 @@ def _check_pools(recipe: Recipe) -> None:
                 f"{key}.policies: expected every policy of the workflow, as a worker plays whole episodes; "
                 f"{', '.join(missing)} is missing"
             )
-        if pool.kind == "vllm" and pool.view:
-            raise ValueError(
-                f'{key}.view: expected none with kind = "vllm", found {pool.view!r}: give the engine\'s own servers a '
-                "view with `pulse-rl follow --view`"
-            )
         if pool.view and (full := [name for name, each in recipe.policies.items() if each.sync == "full"]):
             raise ValueError(
                 f"policies.{full[0]}.sync: expected patch with a pool that follows a view ({pool.name}), found full"

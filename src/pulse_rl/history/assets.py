@@ -24,6 +24,7 @@ def load_assets(
     directory: str | Path,
     *,
     version: int | None = None,
+    view: str | None = None,
     public_key: PublicKey | None = None,
     patience: float = PATIENCE_S,
 ) -> tuple[Path, ...]:
@@ -37,6 +38,7 @@ def load_assets(
         store: A Store, or the URL or path of one.
         directory: Where to write; created if it does not exist. Files of the same names are replaced, others stay.
         version: A version: then the newest anchor up to it. None: up to the newest version.
+        view: A quantised view, whose config.json says how its weights are quantised. None: the weights as published.
         public_key: As in `Subscriber`.
         patience: As in `Subscriber`.
 
@@ -49,7 +51,7 @@ def load_assets(
         IntegrityError: If they are damaged.
         StoreError: If the store cannot be read.
     """
-    history = History(store, public_key=public_key, patience=patience)
+    history = History(store, public_key=public_key, patience=patience, view=view)
     url = history.store.url
     target = history.find(version) if version is not None else history.newest()
     contents = read_assets(history, target)

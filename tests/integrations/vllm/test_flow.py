@@ -25,11 +25,13 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.parametrize("view", [None, "fp8"])
 def test_a_killed_worker_leaves_no_engine_and_its_next_life_ends_with_the_last_bits(
-    small: Path, tmp_path: Path
+    view: str | None, small: Path, tmp_path: Path
 ) -> None:
+    """Of the weights, or of the view that the run's trainers publish and its engines sample with."""
     out = tmp_path / "run"
-    pool = ["pools.worker.kind=vllm", "pools.worker.workers=1"]
+    pool = ["pools.worker.kind=vllm", "pools.worker.workers=1", *([f"pools.worker.view={view}"] if view else [])]
     process = start(out, "steps=100000", f"model={small}", "lr=1e-3", *pool, recipe=Path("math"))
 
     def done() -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.flow import model, policy, recipe_file
-from pulse_rl.flow.rollout.sampler import SamplerSettings
+from pulse_rl.flow import model, policy, quantised, recipe_file
+from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
 from tests.integrations.vllm.world import tied_model
 
 pytest.importorskip("vllm")
@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from pulse_rl.flow.rollout.vllm_sampler import VllmSampler
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loaded() -> model.Loaded:
     """A small Llama."""
     llama, tokenizer = tied_model()
@@ -54,6 +54,42 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
         assert not version or _distance(before, done, config) > 0.2
     assert routes == ["none", "patches", "patches"]
     assert sampler.verify() == publisher.digest
+
+
+def test_a_worker_samples_with_the_view_that_it_has_proved(loaded: model.Loaded, tmp_path: Path) -> None:
+    """The engine's log-probabilities against two models: of what the codes stand for, with activations in FP8, and the
+    trainer's own; and the digest against the view's.
+    """
+    url, temperature = (tmp_path / "store").as_uri(), 1.2
+    config = SamplerSettings(store_url=url, group_size=3, max_new_tokens=6, temperature=temperature, view="fp8")
+    publisher = pulse.Publisher(url, views=quantised.VIEWS)
+    publisher.publish(loaded.model, version=0, assets=model.assets(loaded))
+    assets = {path.name: path.read_bytes() for path in pulse.load_assets(url, tmp_path / "assets", view="fp8")}
+    sampler, codes = VllmSampler("worker-0", config, assets), BuiltinSampler("worker-1", config, assets)
+    for module in codes._model.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(_in_fp8)
+    ids, mask = policy.encode(sampler.tokenizer, ["1 + 2 =", "33 - 4 + 5 ="])
+    near = far = 0.0
+    for version in range(3):
+        if version:
+            _step(loaded.model)
+            publisher.publish(loaded.model, version=version)
+        digest = pulse.History(url).newest().views["fp8"].digest
+        for one in (sampler, codes):
+            reached = one.follow(version)
+            assert (reached.version, reached.digest, reached.verified) == (version, digest, True)
+        done = sampler.sample(ids, mask, seed=7)
+        near += _distance(codes._model, done, config)
+        far += _distance(loaded.model, done, config)
+    assert near < 0.6 * far
+    assert sampler.verify() == digest
+
+
+def _in_fp8(module: Any, arguments: tuple[torch.Tensor]) -> torch.Tensor:
+    """Activations as vLLM's kernel takes them: FP8 with a scale for each token."""
+    scales = (arguments[0].float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
+    return ((arguments[0].float() / scales).to(torch.float8_e4m3fn).float() * scales).bfloat16()
 
 
 def _distance(module: Any, done: policy.Completions, config: SamplerSettings) -> float:

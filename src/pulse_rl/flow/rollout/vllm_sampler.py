@@ -21,7 +21,6 @@ import msgspec
 import torch
 
 from pulse_rl import Subscriber
-from pulse_rl.dtypes import DTYPES
 from pulse_rl.errors import require
 from pulse_rl.flow import policy
 from pulse_rl.flow.rollout.sampler import Reached, SamplerSettings
@@ -37,14 +36,13 @@ ENVIRONMENT = {
     plain_gemm.VARIABLE: "1",
 }
 LONGEST = 1024  # tokens of a prompt and its completion, where the model takes as many
-_TORCH = {dtype: getattr(torch, name) for name, (dtype, _) in DTYPES.items() if hasattr(torch, name)}
 
 
 class VllmSampler:
     """A vLLM engine on a CPU.
 
-    assets: the model's configuration and tokenizer. name: of the worker, for heartbeats. Raises MissingExtraError
-    without vLLM.
+    assets: the model's configuration, those of a view where it samples with one, and tokenizer. name: of the worker,
+    for heartbeats. Raises MissingExtraError without vLLM.
     """
 
     def __init__(self, name: str, config: SamplerSettings, assets: dict[str, bytes]) -> None:
@@ -137,7 +135,7 @@ class VllmSampler:
         import vllm
 
         with tempfile.TemporaryDirectory() as scratch:
-            nbytes = write_checkpoint(self._config.store_url, version, self._assets, Path(scratch))
+            nbytes = write_checkpoint(self._config, version, self._assets, Path(scratch))
             self._engine = vllm.LLM(
                 model=scratch,
                 skip_tokenizer_init=True,
@@ -150,7 +148,7 @@ class VllmSampler:
                 seed=self._config.seed,
             )
             self._following = InProcess(self._engine)
-            self._following.follow(self._config.store_url, heartbeat=self._name)
+            self._following.follow(self._config.store_url, heartbeat=self._name, view=self._config.view)
             self._following.stage(version)  # the files are read once more, to prove where the weights lie
         return nbytes
 
@@ -160,17 +158,18 @@ def _of(value: float | torch.Tensor, request: int) -> float:
     return value if isinstance(value, int | float) else value.flatten()[request].item()
 
 
-def write_checkpoint(store_url: str, version: int, assets: dict[str, bytes], directory: Path) -> int:
-    """Write a version of a history as files that engines load. Returns the bytes that were read for it.
+def write_checkpoint(config: SamplerSettings, version: int, assets: dict[str, bytes], directory: Path) -> int:
+    """Write a version of a history, or its view, as files that engines load. Returns the bytes that were read for it.
 
-    assets: the model's configuration and tokenizer.
+    assets: the model's configuration, which says how a view is quantised, and its tokenizer.
     """
     save_file = require("safetensors.torch", "run").save_file
-    subscriber = Subscriber(store_url)
-    weights = {name: torch.empty(spec.shape, dtype=_TORCH[spec.dtype]) for name, spec in subscriber.tensors().items()}
+    subscriber = Subscriber(config.store_url, view=config.view)
+    weights = subscriber.allocate()
     nbytes = subscriber.sync(weights, version=version).fetched_nbytes
     _write(assets, directory)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    alone = {name: weights[name] for name in subscriber.tensors()}  # without the further names of tied tensors
+    save_file(alone, directory / "model.safetensors", metadata={"format": "pt"})
     return nbytes
 
 

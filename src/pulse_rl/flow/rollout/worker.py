@@ -167,7 +167,8 @@ class RolloutWorker:
             view=self._pool.view,
         )
         with tempfile.TemporaryDirectory() as scratch:
-            assets = {path.name: path.read_bytes() for path in load_assets(settings.store_url, Path(scratch))}
+            found = load_assets(settings.store_url, Path(scratch), view=settings.view)
+            assets = {path.name: path.read_bytes() for path in found}
         if self._pool.kind == "builtin":
             return BuiltinSampler(self._name, settings, assets)
         from pulse_rl.flow.rollout.vllm_sampler import VllmSampler
