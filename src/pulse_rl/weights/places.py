@@ -104,11 +104,16 @@ class Identities:
 
     def are(self, objects: Sequence[object]) -> bool:
         """Whether these are the very same objects."""
-        return not self._gone and self._addresses == _addresses(objects)
+        return self.alive and self._addresses == _addresses(objects)
+
+    @property
+    def alive(self) -> bool:
+        """Whether none of them has been freed."""
+        return not self._gone
 
     def is_as(self, other: Identities) -> bool:
         """Whether both are the very same objects, and all are still there."""
-        return not self._gone and not other._gone and self._addresses == other._addresses
+        return self.alive and other.alive and self._addresses == other._addresses
 
 
 def _addresses(objects: Sequence[object]) -> bytes:
@@ -157,7 +162,7 @@ class MemoryPlaces:
 
         It is looked up again only if an owner was freed: no other memory can have the address of one that was not.
         """
-        if self._owners is None or self._owners._gone:
+        if self._owners is None or not self._owners.alive:
             self._owners = Identities(holders.owners())
         return self._owners
 
