@@ -1,9 +1,10 @@
 """Fixtures of several test modules."""
 
+import gc
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,16 @@ LONG = (
     *("loco/test_ranks", "sync/test_faults", "sync/test_interrupted", "sync/test_views"),
 )
 COSTLY = {"server"}  # fixtures of a module: tests that share them stay together
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests are a million objects that stay: the garbage collector need not look at them again and again."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(trylast=True)  # when those that are not run, as the slow ones, are out of the list

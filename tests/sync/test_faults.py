@@ -176,6 +176,7 @@ def watch(directory: Path) -> None:
             if report.route != "none":
                 write_line(directory / SEEN, version=report.version, digest=after, reported=report.digest)
         before = after
+        time.sleep(0.01)  # a hundred looks a second see every state that lasts, and leave the processor to the killed
 
 
 def serve() -> None:
