@@ -42,7 +42,7 @@ COSTLY = {"server"}  # fixtures of a module: tests that share them stay together
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests are a million objects that stay: the garbage collector need not look at them again and again."""
+    """Modules and tests are a million objects that stay: the garbage collector is not to look at them again."""
     gc.disable()
     result = yield
     gc.freeze()

@@ -1,4 +1,7 @@
-"""The naive twins of `cpu/loco.py`. A format is a dtype's name here; numbers are exact fractions until rounded."""
+"""The naive twins of `cpu/loco.py`. A format is a dtype's name here; numbers are exact until rounded.
+
+A Python float holds a float32, a code's value and the difference of neighbours exactly; sums of products are fractions.
+"""
 
 from bisect import bisect_left
 from fractions import Fraction
@@ -29,7 +32,7 @@ def fused(a: Any, b: Any, c: Any) -> np.float32:
 
 
 @cache
-def codes(name: str) -> list[Fraction]:
+def codes(name: str) -> list[float]:
     """The values of a format's codes from 0 up; the last is where it ends: infinity's code, or the largest of FP8."""
     exponents, mantissas = FIELDS[name]
     bias, found = 2 ** (exponents - 1) - 1, []
@@ -37,7 +40,7 @@ def codes(name: str) -> list[Fraction]:
     for code in range(last + 1):
         exponent, mantissa = code >> mantissas, code % 2**mantissas
         whole = mantissa + 2**mantissas if exponent else mantissa
-        found.append(whole * Fraction(2) ** (max(exponent, 1) - bias - mantissas))
+        found.append(whole * 2.0 ** (max(exponent, 1) - bias - mantissas))
     return found
 
 
@@ -47,7 +50,7 @@ def cast_one(value: Any, name: str) -> int:
     table = codes(name)
     if np.isinf(value):
         return sign | len(table) - 1
-    exact = abs(Fraction(float(value)))
+    exact = abs(float(value))
     at = bisect_left(table, exact)
     near = range(max(0, at - 1), min(len(table), at + 1)) or [len(table) - 1]
     return sign | min(near, key=lambda code: (abs(table[code] - exact), code & 1))
@@ -68,12 +71,12 @@ def gate(shared: Any, live: Any, residual: Any, name: str, scale: float, before:
     return finite
 
 
-def width(code: int, name: str) -> Fraction:
+def width(code: int, name: str) -> float:
     """The distance between the magnitude of a format's code and the next one; bfloat16's is at least 2^-64."""
     table = codes(name)
     at = min(int(code) % (1 << sum(FIELDS[name])), len(table) - 2)
     found = table[at + 1] - table[at]
-    return max(found, Fraction(2) ** -64) if name == "bfloat16" else found
+    return max(found, 2.0**-64) if name == "bfloat16" else found
 
 
 @cache
@@ -94,7 +97,7 @@ def log8(shared: Any, live: Any, residual: Any, name: str, scale: float, seed: i
     for i in range(len(shared)):
         s = residual[i] + (shared[i] - live[i])
         finite = finite and bool(np.isfinite(s))
-        units = s / np.float32(float(width(cast_one(shared[i], name), name))) * np.float32(scale)
+        units = s / np.float32(width(cast_one(shared[i], name), name)) * np.float32(scale)
         phase = np.float32(((mixed((seed + i) % 2**32) + turn) % 2**32 >> 8) * 2.0**-24)
         whole = int(np.floor(units + phase)) if np.isfinite(s) else 0
         found[i] = np.sign(whole) * (abs(whole) if abs(whole) <= 2 else nearest(units))
@@ -104,14 +107,14 @@ def log8(shared: Any, live: Any, residual: Any, name: str, scale: float, seed: i
 def nearest(units: Any) -> int:
     """The code whose magnitude is nearest; the larger of two that are equally near."""
     table = magnitudes()
-    exact = abs(Fraction(float(units)))
+    exact = abs(float(units))
     above = bisect_left(table, exact)  # only it and the one before can be nearest
     return 1 + min(range(len(table))[max(above - 1, 0) : above + 1], key=lambda at: (abs(table[at] - exact), -at))
 
 
 def log8_values(found: Any, cells: Any, name: str, scale: float, values: Any) -> None:
     for j, code in enumerate(found):
-        unit = np.float32(float(width(cells[j], name))) * np.float32(1 / scale)
+        unit = np.float32(width(cells[j], name)) * np.float32(1 / scale)
         values[j] = np.sign(code) * (np.float32(magnitudes()[abs(int(code)) - 1]) * unit)
 
 
