@@ -14,6 +14,7 @@ import inspect
 import struct
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,12 +127,16 @@ def _drifted(dtype: str, size: int, row: int, phase: int = 0) -> Segment:
     return Segment(dtype, old, new, row, phase)
 
 
-BLOCKS = [
-    encoded([_drifted("BF16", 300, 70, 33)]),
-    encoded([_drifted("F8_E4M3", 200, 20), _drifted("I8", 64, 7), _drifted("F8_E4M3", 65, 65), _drifted("U8", 90, 1)]),
-    encoded([_drifted("U16", 50, 9), _drifted("F8_E5M2", 1, 1), _drifted("C64", 40, 40)]),
-    encoded([_drifted("F16", 33, 11)._replace(new=np.arange(33, dtype="<u2")), _drifted("F16", 400, 50, 49)]),
-]
+@cache
+def blocks() -> list[Block]:
+    return [
+        encoded([_drifted("BF16", 300, 70, 33)]),
+        encoded(
+            [_drifted("F8_E4M3", 200, 20), _drifted("I8", 64, 7), _drifted("F8_E4M3", 65, 65), _drifted("U8", 90, 1)]
+        ),
+        encoded([_drifted("U16", 50, 9), _drifted("F8_E5M2", 1, 1), _drifted("C64", 40, 40)]),
+        encoded([_drifted("F16", 33, 11)._replace(new=np.arange(33, dtype="<u2")), _drifted("F16", 400, 50, 49)]),
+    ]
 
 
 def _edited(data: bytes, edits: bytes) -> bytes:
@@ -177,7 +182,7 @@ def _rebuilt(block: Block, chosen: int, edits: bytes, stream: bytes | None) -> B
 def block_of(data: bytes) -> Block:
     """The block that an input encodes."""
     kind, which, chosen, *_ = data.ljust(3, b"\0")
-    block, rest = BLOCKS[which % len(BLOCKS)], data[3:]
+    block, rest = blocks()[which % len(blocks())], data[3:]
     if kind % 4 == 0:
         return block._replace(payload=rest)
     if kind % 4 == 1:

@@ -6,16 +6,12 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pulse_rl.flow import metrics
-from tests.flow import runs
-from tests.flow.runs import COMMAND, children, sets
+from tests.flow.runs import COMMAND, PATIENCE_S, children, sets
 
-PATIENCE_S = 600  # with other work on the machine
-until = partial(runs.until, seconds=PATIENCE_S)
 HERE = Path(__file__).parent
 GAME = HERE / "flow_game.toml"
 ROLES = ("digits", "letters")
@@ -77,7 +73,7 @@ def start(out: Path, *changes: str, resume: bool = False, recipe: Path = GAME) -
 
 def finish(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
     """The summary of a run, and what it said."""
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode in (0, 130), stderr
     summary: dict[str, Any] = json.loads(stdout)
     assert process.returncode == (130 if summary["stopped"] else 0), stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
+PATIENCE_S = 600  # with other work on the machine
 WIDE = os.environ | {"COLUMNS": "1000"}  # so that no message is folded
 
 
@@ -27,7 +28,7 @@ def start(out: Path, *options: str) -> "subprocess.Popen[str]":
 
 def run(out: Path, *options: str) -> dict[str, Any]:
     process = start(out, *options)
-    stdout, stderr = process.communicate(timeout=240)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
     summary: dict[str, Any] = json.loads(stdout)
     return summary
@@ -35,13 +36,13 @@ def run(out: Path, *options: str) -> dict[str, Any]:
 
 def resume(out: Path, *options: str) -> dict[str, Any]:
     command = [*COMMAND, "train", "--resume", str(out), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = json.loads(done.stdout)
     return summary
 
 
-def wait_for(condition: Any, seconds: float = 120) -> Any:
+def wait_for(condition: Any, seconds: float = PATIENCE_S) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -49,9 +50,9 @@ def wait_for(condition: Any, seconds: float = 120) -> Any:
     return found
 
 
-def until(process: "subprocess.Popen[str]", condition: Callable[[], object], seconds: float = 120) -> None:
+def until(process: "subprocess.Popen[str]", condition: Callable[[], object]) -> None:
     """Wait for what a run comes to. Fails with what the run said if it ends before."""
-    wait_for(lambda: condition() or process.poll() is not None, seconds)
+    wait_for(lambda: condition() or process.poll() is not None)
     lives(process)
 
 

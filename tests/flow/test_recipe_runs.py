@@ -14,8 +14,8 @@ from pulse_rl.errors import PulseError, one_line
 from pulse_rl.flow import metrics
 from pulse_rl.flow.engine import ProcessHandle, Remote, engine
 from pulse_rl.flow.recipe import Recipe
-from tests.flow.recipe_runs import GAME, PATIENCE_S, ROLES, Nodes, check, files, finish, kill, run, start, steps, until
-from tests.flow.runs import COMMAND, children, wait_for
+from tests.flow.recipe_runs import GAME, ROLES, Nodes, check, files, finish, kill, run, start, steps
+from tests.flow.runs import COMMAND, PATIENCE_S, children, until, wait_for
 
 
 class _Unsendable(Exception):
@@ -35,8 +35,8 @@ def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_
         assert kill("TrainerProcess", process.pid) is not None
         assert kill("RolloutProcess", process.pid) is not None
         before = steps(out)
-        subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=60)
-        wait_for(lambda: steps(out) > before + 6, PATIENCE_S)
+        subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=PATIENCE_S)
+        wait_for(lambda: steps(out) > before + 6)
         wait_for(
             lambda: len({len(metrics.read(files(out, name))) for name in ROLES}) == 2
         )  # nobody waits for the other
@@ -197,7 +197,7 @@ def test_a_worker_leaves_while_the_run_goes_on(tmp_path: Path) -> None:
     process = start(out, "steps=100000", "pools.near.workers=2")
     try:
         until(process, lambda: steps(out) >= 3)
-        subprocess.run([*COMMAND, "rollout", str(out), "--remove", "2"], check=True, timeout=60)
+        subprocess.run([*COMMAND, "rollout", str(out), "--remove", "2"], check=True, timeout=PATIENCE_S)
         wait_for(lambda: len(children("ray::RolloutProcess", process.pid)) == 1)
         before = steps(out)
         wait_for(lambda: steps(out) > before + 3)

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from pulse_rl.flow import metrics
-from tests.flow.recipe_runs import ROLES, check, ends, files, finish, kill, run, start, steps, until
-from tests.flow.runs import children
+from tests.flow.recipe_runs import ROLES, check, ends, files, finish, kill, run, start, steps
+from tests.flow.runs import children, until
 
 SEVERAL = ("policies.digits.trainers=2", "policies.digits.sync_every=2")
 

@@ -18,7 +18,7 @@ from pulse_rl.flow.driver import run as run_driver
 from pulse_rl.flow.driver import trainer_pool
 from pulse_rl.flow.driver.trainer_pool import TrainerPool
 from pulse_rl.flow.training.meeting import _there
-from tests.flow.runs import exposed, run, sets, start, until
+from tests.flow.runs import PATIENCE_S, exposed, run, sets, start, until
 
 
 def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -
         until(process, lambda: len(metrics.read(out)) >= 2)
         assert exposed(process.pid) == set()  # Gloo and its rendezvous neither
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode == 130, stderr

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pulse_rl.flow import metrics
-from tests.flow.recipe_runs import check, finish, start, until
-from tests.flow.runs import children
+from tests.flow.recipe_runs import check, finish, start
+from tests.flow.runs import children, until
 from tests.integrations.vllm.world import tied_model
 
 pytest.importorskip("vllm")
