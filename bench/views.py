@@ -31,6 +31,10 @@ VIEWS = {
     "rows": pulse.Fp8(block="channel", rule="vllm"),
     "rows, sticky": pulse.Fp8(block="channel", rule="vllm", scales="sticky"),
     "MXFP8": pulse.Fp8(block=(1, 32), rule="vllm"),
+    "INT8": pulse.Int8(),
+    "MXFP4": pulse.Fp4(format="mxfp4"),
+    "NVFP4": pulse.Fp4(format="nvfp4"),
+    "NVFP4, sticky": pulse.Fp4(format="nvfp4", scales="sticky"),
 }
 
 

@@ -70,7 +70,7 @@ def test_options_are_given_by_name() -> None:
     by_place = set()
     for room in (pulse, pulse.study, pulse.testing, pulse.watch, pulse.flow):
         for value in [getattr(room, name) for name in room.__all__]:
-            made_by_us = value not in (pulse.Fp8, pulse.Int8) and (
+            made_by_us = value not in (pulse.Fp4, pulse.Fp8, pulse.Int8) and (
                 hasattr(value, "__match_args__") or issubclass_of_error(value)
             )
             calls = [] if made_by_us else [value]

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
     from pulse_rl.weights.views.quantised import Quantised
-    from pulse_rl.weights.views.view import Fp8, Int8
+    from pulse_rl.weights.views.view import Fp4, Fp8, Int8
 
 _HOME = {
     "BaseMismatchError": "errors",
@@ -86,6 +86,7 @@ _HOME = {
     "EngineError": "errors",
     "ExchangeError": "errors",
     "FormatError": "errors",
+    "Fp4": "weights.views.view",
     "Fp8": "weights.views.view",
     "Int8": "weights.views.view",
     "History": "history.history",
@@ -146,6 +147,7 @@ __all__ = [
     "EngineError",
     "ExchangeError",
     "FormatError",
+    "Fp4",
     "Fp8",
     "History",
     "Int8",

@@ -16,15 +16,17 @@ SIDES = st.integers(1, 9)
 @st.composite
 def stacks(draw: st.DrawFn) -> tuple[Any, BlockGrid, Any, int]:
     """Bits of a stack of matrices, its grid, a factor for each block, and how values become codes."""
-    matrices, height, columns = draw(st.integers(1, 3)), draw(SIDES), draw(SIDES)
-    grid = BlockGrid(draw(SIDES), draw(SIDES), height)
+    how = draw(st.integers(0, 5))
+    step = 2 if how >= quantising.DIVIDED_FP4 else 1  # of columns: whole bytes
+    matrices, height, columns = draw(st.integers(1, 3)), draw(SIDES), step * draw(SIDES)
+    grid = BlockGrid(draw(SIDES), step * draw(SIDES), height)
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     values = random.normal(size=(matrices * height, columns)).astype(np.float32) * 10.0 ** draw(st.integers(-6, 3))
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
     bits[random.random(bits.shape) < 0.1] = random.choice([0, 0x8000, 1, 0x7F7F])
     downs = matrices * -(-height // grid.rows)
     factors = np.exp2(random.normal(size=(downs, -(-columns // grid.columns))) * 4).astype(np.float32)
-    return bits, grid, factors, draw(st.integers(0, 2))
+    return bits, grid, factors, how
 
 
 @settings(max_examples=60)
@@ -32,7 +34,7 @@ def stacks(draw: st.DrawFn) -> tuple[Any, BlockGrid, Any, int]:
 def test_codes_and_largest_magnitudes_are_those_of_the_twins(stack: tuple[Any, BlockGrid, Any, int], step: int) -> None:
     """However many rows are given at once."""
     bits, grid, factors, how = stack
-    codes, found = np.empty(bits.shape, np.uint8), np.zeros(factors.shape, np.uint16)
+    codes, found = np.empty((len(bits), bits.shape[1] // packed(how)), np.uint8), np.zeros(factors.shape, np.uint16)
     marks = np.random.default_rng(step).choice([quantising.STALE, quantising.TOUCHED], factors.shape)
     for start in range(0, len(bits), step):
         rows = bits[start : start + step]
@@ -53,21 +55,22 @@ def test_changes_are_followed_as_the_twins_see_them(stack: tuple[Any, BlockGrid,
     new = old.copy()
     flat = np.flatnonzero(random.random(old.size) < 0.4)
     new.reshape(-1)[flat] = random.choice(old.reshape(-1), len(flat)) ^ random.integers(0, 3, len(flat), np.uint16)
-    # A made-up table: a block's factor is that of its number, and every other block gets another one.
-    table, made_for = np.zeros(1 << 15, np.float32), np.arange(factors.size, dtype=np.uint16)
-    table[: factors.size] = factors.reshape(-1)
+    # Made-up tables: a block's factor is that of its number in its matrix' table, and every other block gets another.
+    numbers, of_matrix = np.arange(factors.size, dtype=np.uint16), factors.reshape(len(old) // grid.height, -1)
+    tables = np.ones((len(of_matrix), 2 * factors.size), np.float32)
     anew = random.random(factors.shape) < 0.5
     later = np.where(anew, np.float32(2) * factors, factors)
     with np.errstate(over="ignore"):
         before, expected = naive.quantise(old, grid, factors, how), naive.quantise(new, grid, later, how)
     codes, largest, marks = before.copy(), naive.largest(old, grid).reshape(-1), np.zeros(factors.size, np.uint8)
-    cuts = places_of(old.shape, grid, random)
+    cuts = places_of(old.shape, grid, random, packed(how))
     places, indices = np.zeros(len(cuts), quantising.PLACE), []
     for place, (matrices, rows, columns) in zip(places, cuts, strict=True):
         at = cut(np.arange(old.size).reshape(old.shape), grid, matrices, rows, columns)
         indices.append(np.flatnonzero(np.isin(at, flat)).astype(np.uint32))
         place["source"], place["codes"], place["columns"] = new.ctypes.data, codes.ctypes.data, old.shape[1]
         place["across"], place["block_rows"], place["block_columns"] = factors.shape[1], grid.rows, grid.columns
+        place["tables"] = 1
         place["height"], place["first"], place["column"] = grid.height, at[0] // old.shape[1], at[0] % old.shape[1]
         place["rows"], place["width"], place["size"] = rows[1] - rows[0], columns[1] - columns[0], len(at)
     places["end"] = np.cumsum([len(each) for each in indices])
@@ -81,28 +84,38 @@ def test_changes_are_followed_as_the_twins_see_them(stack: tuple[Any, BlockGrid,
     assert (largest[stale] >= true[stale]).all()
 
     marks[anew.reshape(-1)] = quantising.RESCALED
-    made_for[anew.reshape(-1)] += np.uint16(factors.size)
-    table[factors.size : 2 * factors.size] = 2 * factors.reshape(-1)
+    numbers[anew.reshape(-1)] += np.uint16(factors.size)
+    for matrix, own in enumerate(of_matrix):
+        begin = matrix * own.size
+        tables[matrix, begin : begin + own.size] = own
+        tables[matrix, factors.size + begin : factors.size + begin + own.size] = 2 * own
     if not anew.any():
         places["size"] = 0
     counts, changed, were = quantising.requantise(
-        places, np.concatenate(indices), seen, marks, made_for, table, how, old.size
+        places, np.concatenate(indices), seen, marks, numbers, tables, how, old.size
     )
     assert np.array_equal(codes, expected)
     ends = np.cumsum(counts)
     for one, a, b in zip(cuts, ends - counts, ends, strict=True):
-        one_before, one_after = (cut(each, grid, *one) for each in (before, expected))
+        matrices, rows, columns = one
+        own = matrices, rows, tuple(at // packed(how) for at in columns)
+        one_before, one_after = (cut(each, grid, *own) for each in (before, expected))
         differing = np.flatnonzero(one_before != one_after)
         assert np.array_equal(changed[a:b], differing)
         assert np.array_equal(were[a:b], one_before[differing])
 
 
-def places_of(shape: Any, grid: BlockGrid, random: Any) -> list[tuple[Any, Any, Any]]:
-    """A stack cut in two along each dimension: ranges of matrices, rows and columns."""
+def packed(how: int) -> int:
+    """Codes in a byte."""
+    return 2 if how >= quantising.DIVIDED_FP4 else 1
+
+
+def places_of(shape: Any, grid: BlockGrid, random: Any, step: int) -> list[tuple[Any, Any, Any]]:
+    """A stack cut in two along each dimension: ranges of matrices, rows and columns, of these a multiple of a step."""
     sides = (shape[0] // grid.height, grid.height, shape[1])
     along = []
-    for side in sides:
-        at = int(random.integers(0, side))
+    for side, least in zip(sides, (1, 1, step), strict=True):
+        at = int(random.integers(0, side // least)) * least
         along.append([(0, at), (at, side)] if at else [(0, side)])
     return [(a, b, c) for a in along[0] for b in along[1] for c in along[2]]
 

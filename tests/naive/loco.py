@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-FIELDS = {"bfloat16": (8, 7), "float16": (5, 10), "float8_e4m3fn": (4, 3)}  # bits of exponent and mantissa
+FIELDS = {
+    "bfloat16": (8, 7),
+    "float16": (5, 10),
+    "float8_e4m3fn": (4, 3),
+    "float4_e2m1fn": (2, 1),
+}  # exponent, mantissa
+WITHOUT = {"float8_e4m3fn": 1, "float4_e2m1fn": 0}  # codes after the largest; of others, all with its exponent
 
 
 def to_float32(exact: Fraction) -> np.float32:
@@ -36,7 +42,7 @@ def codes(name: str) -> list[float]:
     """The values of a format's codes from 0 up; the last is where it ends: infinity's code, or the largest of FP8."""
     exponents, mantissas = FIELDS[name]
     bias, found = 2 ** (exponents - 1) - 1, []
-    last = 2 ** (exponents + mantissas) - (2 if name == "float8_e4m3fn" else 2**mantissas)
+    last = 2 ** (exponents + mantissas) - 1 - WITHOUT.get(name, 2**mantissas - 1)
     for code in range(last + 1):
         exponent, mantissa = code >> mantissas, code % 2**mantissas
         whole = mantissa + 2**mantissas if exponent else mantissa

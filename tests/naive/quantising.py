@@ -1,5 +1,6 @@
 """The naive twins of `cpu/quantising.py`: block by block, value by value, in exact fractions but for one operation."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,21 @@ def largest(bits: Any, grid: Any) -> Any:
 def code(bits: Any, factor: Any, how: int) -> int:
     value = (np.asarray(bits, np.uint32) << 16).view(np.float32)
     result = value * factor if how == 0 else value / factor
-    if how == 2:
+    if how in (2, 3, 5):
         narrow = cast_one(result, "bfloat16")
-        result = (np.asarray(narrow, np.uint32) << 16).view(np.float32) + np.float32(0)
-    return cast_one(np.float32(result), "float8_e4m3fn")
+        result = (np.asarray(narrow, np.uint32) << 16).view(np.float32)
+    if how >= 2:
+        result = result + np.float32(0)
+    if how == 3:
+        whole = round(Fraction(float(result))) if np.isfinite(result) else int(np.copysign(128, result))
+        return min(max(whole, -128), 127) & 0xFF
+    return cast_one(np.float32(result), "float8_e4m3fn" if how < 4 else "float4_e2m1fn")
 
 
 def quantise(bits: Any, grid: Any, factors: Any, how: int) -> Any:
+    """Codes, of FP4 two a byte."""
     codes = np.zeros(bits.shape, np.uint8)
     for down, across, elements in blocks(bits.shape, grid):
         for at in elements:
             codes[at] = code(bits[at], factors[down, across], how)
-    return codes
+    return codes[:, ::2] | codes[:, 1::2] << 4 if how >= 4 else codes

@@ -134,10 +134,17 @@ FORMATS = {
     "tensor": pulse.Fp8(block="tensor", rule="vllm"),
     "mx": pulse.Fp8(block=(1, 32), rule="vllm"),
     "narrow": pulse.Fp8(block="channel", rule="compressed-tensors"),
+    "int8": pulse.Int8(),
+    "mxfp4": pulse.Fp4(format="mxfp4"),
 }
+# When the largest weight moves, so does a global scale, and all codes are compared.
+WITH_GLOBAL = {"plain": pulse.Fp4(format="nvfp4"), "sticky": pulse.Fp4(format="nvfp4", scales="sticky")}
 
 
-def test_a_patch_of_known_changes_is_that_of_a_full_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("views", [FORMATS, WITH_GLOBAL], ids=["own", "global"])
+def test_a_patch_of_known_changes_is_that_of_a_full_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: dict[str, Any]
+) -> None:
     """Byte for byte: with scales that move, largest weights that grow and shrink, edge blocks and stacks of experts.
 
     Where what changed is known, only scales are compared.
@@ -157,17 +164,18 @@ def test_a_patch_of_known_changes_is_that_of_a_full_comparison(tmp_path: Path, m
             policy.weights[name] = policy.weights[name][..., :columns].contiguous()
         monkeypatch.setattr(Quantised, "follow", follow if knows else lambda *given: follow(*given)[:0])
         compared.clear()
-        with pulse.Publisher(store, views=FORMATS, codec="context") as publisher:
+        with pulse.Publisher(store, views=views, codec="context") as publisher:
             publisher.publish(policy.weights)
             for step in range(8):
                 policy.step(0.003)
                 spoil = policy.weights["q_proj.weight" if step % 2 else "mlp.experts.up"].view(-1)
                 spoil[spoil.abs().argmax() if step < 4 else 7] *= (4, 0.25, -1, 0.01)[step % 4]
                 publisher.publish(policy.weights)
-        assert knows == (not [name for name in compared if "scale" not in name])
+        if views is FORMATS:
+            assert knows == (not [name for name in compared if "scale" not in name])
         refs = [(name, entry.patch) for one in History(store).manifests() for name, entry in one.views.items()]
         patches.append([(name, (store / patch.name).read_bytes()) for name, patch in refs if patch is not None])
-    assert len(patches[0]) == 8 * len(FORMATS)
+    assert len(patches[0]) == 8 * len(views)
     assert patches[0] == patches[1]
 
 

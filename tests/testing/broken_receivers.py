@@ -265,6 +265,25 @@ class ScalesBeforeCodes(Simple):
         return staged
 
 
+@found_by("quantised-nvfp4")
+class ForgetsGlobalScales(Simple):
+    """Scales that belong to a whole matrix are left as they are."""
+
+    def write(self, new: Weights) -> None:
+        super().write({name: tensor for name, tensor in new.items() if not name.endswith("_global_scale")})
+
+
+@found_by("quantised-mxfp4", "quantised-nvfp4")
+class UnpacksTheLowerHalf(Simple):
+    """Of a byte with two codes, only the first is written."""
+
+    def write(self, new: Weights) -> None:
+        packed = {name for name in new if name.endswith("_packed")}
+        for name in packed:
+            self.put(self.live[name], self.live[name] & 0xF0 | new[name] & 0xF)
+        super().write({name: tensor for name, tensor in new.items() if name not in packed})
+
+
 @found_by("quantised")
 class KnowsWholeBlocks(Simple):
     """Of codes, blocks that are cut off at an edge are left as they are."""

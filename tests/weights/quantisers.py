@@ -9,8 +9,13 @@ import torch
 BLOCK = 128
 
 
-def library(rule: str, kind: str, ue8m0: bool, weight: Any, codes: str = "fp8") -> tuple[Any, Any]:
-    """The codes and scales of a matrix, by the library of a rule. Skips the test where that is not installed."""
+def library(rule: str, kind: str, ue8m0: bool, weight: Any, codes: str = "fp8") -> tuple[Any, ...]:
+    """The codes and scales of a matrix, by the library of a rule. Skips the test where that is not installed.
+
+    For NVFP4 the global scale, too.
+    """
+    if codes == "fp4":
+        return packed([weight], kind)[0]
     if rule == "transformers":
         return _transformers(kind, ue8m0, weight)
     if rule == "compressed-tensors":
@@ -63,6 +68,35 @@ def _vllm(kind: str, ue8m0: bool, weight: Any) -> tuple[Any, Any]:
         scaled = (weight.to(torch.float32) * scale.reciprocal()).clamp(-448, 448)
         return scaled.to(torch.float8_e4m3fn), scale
     return _mxfp8_e4m3_quantize_torch(weight)  # type: ignore[no-any-return]
+
+
+def packed(fused: Any, kind: str) -> list[tuple[Any, ...]]:
+    """What compressed-tensors makes in FP4 of matrices that engines fuse."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme: QuantizationScheme = preset_name_to_scheme("NVFP4A16" if kind == "nv" else "MXFP4A16", ["Linear"])
+    args, name = scheme.weights, f"{kind}fp4-pack-quantized"
+    overall = generate_gparam(
+        torch.stack([w.amin() for w in fused]).amin(), torch.stack([w.amax() for w in fused]).amax()
+    )
+    found = []
+    for weight in fused:
+        groups = weight.view(len(weight), -1, args.group_size)
+        shared = overall if kind == "nv" else None
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=shared)
+        state = {"weight": weight, "weight_scale": scale.to(weight.dtype), "weight_zero_point": zero}
+        state |= {"weight_global_scale": overall} if kind == "nv" else {}
+        compiled = FP4_E2M1_DATA.cast_to_fp4
+        with pytest.MonkeyPatch.context() as patch:  # the same, without the seconds that compiling it takes
+            patch.setattr(FP4_E2M1_DATA, "cast_to_fp4", staticmethod(compiled._torchdynamo_orig_callable))
+            made = compressors.BaseCompressor.get_value_from_registry(name).compress(state, scheme)
+        keys = ("weight_packed", "weight_scale", "weight_global_scale")
+        found.append(tuple(made[key] for key in keys if key in made))
+    return found
 
 
 def _compressed_tensors(kind: str, weight: Any, codes_name: str) -> tuple[Any, Any]:

@@ -1,6 +1,8 @@
 """Quantised views: each rule against its library, bit for bit, and views that keep up against ones made anew."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,17 +17,20 @@ from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.changes import Changes, SectionChanges
 from pulse_rl.weights.views.formats import DTYPES, ViewFormat
 from pulse_rl.weights.views.quantised import Quantised
-from pulse_rl.weights.views.rules import RULES
-from pulse_rl.weights.views.view import Fp8, Int8, View
-from tests.weights.quantisers import library
+from pulse_rl.weights.views.rules import RULES, global_table
+from pulse_rl.weights.views.view import Fp4, Fp8, Int8, View
+from tests.weights.quantisers import library, packed
 
 BLOCKS: dict[str, Any] = {"block": (128, 128), "channel": "channel", "tensor": "tensor", "mx": (1, 32)}
 BELOW = 0x7F00  # magnitudes under 2^127: from there on compressed-tensors' powers of two overflow
 
 
-def view_of(rule: Any, kind: str, ue8m0: bool, codes: Any, **settings: Any) -> View:
-    of = {"fp8": Fp8, "int8": Int8}[codes]
-    return of(block=BLOCKS[kind], rule=rule, ue8m0=ue8m0 and kind != "mx", **settings)
+def view_of(rule: Any, kind: Any, ue8m0: bool, codes: str, **settings: Any) -> View:
+    if codes == "fp4":
+        return Fp4(format="nvfp4" if kind == "nv" else "mxfp4", **settings)
+    if codes == "int8":
+        return Int8(**settings)
+    return Fp8(block=BLOCKS[kind], rule=rule, ue8m0=ue8m0 and kind != "mx", **settings)
 
 
 def with_largest(magnitudes: Any, rows: int, columns: int) -> Any:
@@ -43,13 +48,21 @@ def raw(tensor: Any) -> Any:
     return tensor.contiguous().view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.itemsize]).numpy()
 
 
-def assert_as_library(chosen: View, weight: Any, powers: bool) -> None:
-    view = Quantised(chosen, {"a.weight": weight}).look()
-    codes, scales = library(chosen.rule, chosen.kind, powers, weight, chosen.codes)
-    mine, other = view["a.weight"], view[ViewFormat(chosen).scale_name("a.weight")]
-    assert (mine.dtype, other.size) == (DTYPES[chosen.codes], scales.numel())
-    assert np.array_equal(other.read(0, other.size), raw(scales).reshape(-1))
-    assert np.array_equal(mine.read(0, mine.size), raw(codes).reshape(-1))
+def assert_as_library(chosen: View, weight: Any) -> None:
+    rule, kind, powers, codes = chosen.key
+    assert_same(chosen, {"a.weight": weight}, [library(rule, kind, powers, weight, codes)])
+
+
+def assert_same(chosen: View, weights: dict[str, Any], made: list[tuple[Any, ...]]) -> None:
+    """made: of each matrix what a library makes: codes, scales, and perhaps a global scale."""
+    view, form = Quantised(chosen, weights).look(), ViewFormat(chosen)
+    for (name, weight), of_library in zip(weights.items(), made, strict=True):
+        tensors = form.tensors(name, tuple(weight.shape))
+        assert [bits.dtype for bits in map(view.__getitem__, tensors)] == [dtype for dtype, _ in tensors.values()]
+        assert tensors[form.code_name(name)] == (DTYPES[chosen.key.codes], tuple(of_library[0].shape))
+        for key, expected in zip(tensors, of_library, strict=True):
+            assert view[key].size == expected.numel(), key
+            assert np.array_equal(everything(view[key]), raw(expected).reshape(-1)), key
 
 
 @pytest.mark.parametrize(("rule", "kind", "ue8m0", "codes"), RULES)
@@ -59,14 +72,48 @@ def test_a_rule_is_its_library_for_every_magnitude(rule: str, kind: str, ue8m0: 
     magnitudes = np.arange(1, BELOW, step)
     if kind == "tensor":
         for weight in with_largest(magnitudes, 5, 40):
-            assert_as_library(chosen, weight, ue8m0)
+            assert_as_library(chosen, weight)
+    elif kind == "nv":  # of each largest one of all, those of blocks up to it
+        for widest in np.arange(1, BELOW, 3001):
+            of_blocks = np.unique(np.linspace(1, widest, 1501, dtype=int))
+            assert_as_library(chosen, with_largest(of_blocks, 1, 16).reshape(-1, 16))
     else:
         rows, columns = {"block": (128, 128), "channel": (1, 70), "mx": (1, 32)}[kind]
         weight = with_largest(magnitudes, rows, columns)
-        assert_as_library(chosen, weight.reshape(-1, columns), ue8m0)
+        assert_as_library(chosen, weight.reshape(-1, columns))
     zeros = torch.zeros(128, 256, dtype=torch.bfloat16)
     if (rule, kind) != ("vllm", "tensor"):  # which divides 0 by 0
-        assert_as_library(chosen, zeros, ue8m0)
+        assert_as_library(chosen, zeros)
+
+
+def test_every_global_scale_is_that_of_the_library() -> None:
+    """For every mantissa of the largest magnitude of a matrix, at exponents of all sizes, whatever else is in it."""
+    generate = pytest.importorskip("compressed_tensors.quantization.utils").generate_gparam
+    exponents = np.array([0, 1, 2, 9, 10, 11, 100, 126, 127, 253, 254])
+    magnitudes = (exponents[:, None] * 128 + np.arange(128)).reshape(-1).astype(np.int16)
+    expected = [raw(generate(-one, one / 2)) for one in torch.from_numpy(magnitudes).view(torch.bfloat16)]
+    table = global_table()
+    assert np.array_equal(table.scales[table.numbers[magnitudes]], np.concatenate(expected))
+
+
+@pytest.mark.parametrize("kind", ["mx", "nv"])
+def test_fp4_of_matrices_that_engines_fuse_and_of_stacks(kind: Any) -> None:
+    """Matrices that engines fuse have one global scale, that of their largest weight; experts have their own."""
+    chosen = view_of(None, kind, False, "fp4")
+    shapes = {"a.q_proj.weight": (33, 64), "a.k_proj.weight": (7, 64), "a.v_proj.weight": (7, 64)}
+    shapes |= {"a.o_proj.weight": (64, 96), "b.gate_proj.weight": (5, 32), "b.up_proj.weight": (5, 32)}
+    random = torch.Generator().manual_seed(2)
+    live = {
+        name: (torch.randn(shape, generator=random) * 2.0 ** -(at % 3)).bfloat16()
+        for at, (name, shape) in enumerate(shapes.items())
+    }
+    names, made = list(live), list[tuple[Any, ...]]()
+    for together in (names[:3], names[3:4], names[4:]):
+        made += packed([live[name] for name in together], kind)
+    assert_same(chosen, live, made)
+    stack = (torch.randn(3, 9, 64, generator=random) * torch.tensor([1, 8, 0.1])[:, None, None]).bfloat16()
+    each = [packed([expert], kind)[0] for expert in stack]
+    assert_same(chosen, {"experts.up": stack}, [tuple(torch.stack(tensors) for tensors in zip(*each, strict=True))])
 
 
 @pytest.mark.parametrize(("rule", "kind", "ue8m0", "codes"), RULES)
@@ -89,7 +136,7 @@ def test_a_rule_is_its_library_at_every_edge(
         mine = view[ViewFormat(chosen).scale_name("a.weight")]
         assert np.array_equal(mine.read(0, mine.size), raw(scales).reshape(-1))
         return
-    assert_as_library(chosen, weight, ue8m0)
+    assert_as_library(chosen, weight)
 
 
 @pytest.mark.parametrize("scales", ["plain", "sticky"])
@@ -99,13 +146,14 @@ def test_a_view_that_follows_is_one_that_looks(scales: Any, which: tuple[Any, st
     """Changes of any size and sign, largest magnitudes that grow and shrink, in a matrix and in a stack of experts."""
     random = np.random.default_rng(seed)
     chosen = view_of(*which, scales=scales)
-    weights = {"m.weight": random.normal(size=(131, 160)), "mlp.experts.up": random.normal(size=(3, 40, 64))}
+    shapes = {"m.weight": (131, 160), "mlp.experts.up": (3, 40, 64), "q_proj.weight": (9, 32), "k_proj.weight": (5, 32)}
+    weights = {name: random.normal(size=shape) for name, shape in shapes.items()}
     live = {name: torch.from_numpy(values).to(torch.bfloat16) for name, values in weights.items()}
     follows, looks = Quantised(chosen, live).look(), Quantised(chosen, live).look()
     for _ in range(3):
         before = {name: raw(tensor).reshape(-1).copy() for name, tensor in live.items()}
         for tensor in live.values():
-            flat, count = tensor.view(-1), int(random.integers(1, 200))
+            flat, count = tensor.view(-1), int(random.integers(0, min(200, tensor.numel())))
             at = torch.from_numpy(random.choice(flat.numel(), count, replace=False))
             flat[at] = torch.from_numpy(random.normal(size=count) * 2.0 ** random.integers(-9, 3)).to(torch.bfloat16)
             if random.random() < 0.3:
@@ -263,13 +311,6 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], word:
         Fp8(**settings)
 
 
-def test_int8_has_one_rule() -> None:
-    with pytest.raises(ValueError, match="^rule: expected one of compressed-tensors for int8"):
-        Int8(rule="vllm")
-    with pytest.raises(ValueError, match="^block: expected what some rule has, found int8 codes"):
-        Int8(block="tensor")
-
-
 def test_weights_that_cannot_be_quantised_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a\.weight.*bfloat16.*F32"):
         Quantised(Fp8(), {"a.weight": torch.ones(4, 4)})
@@ -291,3 +332,35 @@ def test_pieces_have_to_consist_of_whole_blocks() -> None:
     torn = [pulse.Shard(weight[:100], shape=(300, 200), offset=(0, 0))]
     with pytest.raises(ValueError, match="whole blocks"):
         Quantised(Fp8(), {"a.weight": torn})
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@pytest.mark.parametrize("kind", ["mx", "nv"])
+def test_transformers_loads_an_anchor_in_fp4(kind: Any, tmp_path: Path) -> None:
+    """Its weights are code times scale, over the global scale where there is one; what is ignored is as it was."""
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    store, chosen = tmp_path / "store", view_of(None, kind, False, "fp4")
+    assets = {"config.json": json.dumps(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).encode()}
+    pulse.Publisher(store, views={"fp4": chosen}).publish(model, assets=assets)
+    files = (store / pulse.History(store, view="fp4").newest().anchor[0].name).parent
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(files, dtype=torch.bfloat16)
+    assert loaded(torch.arange(8)[None]).logits.isfinite().all()  # it is decompressed at the first call
+    subscriber = pulse.Subscriber(store, view="fp4")
+    subscriber.sync(held := subscriber.allocate())
+    for name, weight in loaded.named_parameters():
+        if name.endswith("_proj.weight"):
+            halves, scales = held[f"{name}_packed"], held[f"{name}_scale"]
+            values = E2M1[torch.stack([halves & 15, halves >> 4], -1).flatten(1).long()]
+            each = torch.exp2(scales.float() - 127) if kind == "mx" else scales.float() / held[f"{name}_global_scale"]
+            each = each.repeat_interleave(values.shape[1] // each.shape[1], 1)
+            assert torch.equal(weight, (values * each).bfloat16()), name
+        elif name.endswith(".weight"):
+            assert torch.equal(weight, held[name]), name

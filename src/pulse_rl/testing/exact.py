@@ -104,9 +104,16 @@ CHECKS = {
     ),
     "quantised": Exact(
         "Codes and scales of FP8 as a view has them: blocks cut off at the edges, stacks of experts, scales that move.",
-        models.QUANTISED,
+        models.QUANTISED["quantised"],
         "context",
         staged=True,
+    ),
+    "quantised-int8": Exact("INT8 with a scale for each row.", models.QUANTISED["quantised-int8"], "context"),
+    "quantised-mxfp4": Exact("FP4, two codes a byte.", models.QUANTISED["quantised-mxfp4"], "context"),
+    "quantised-nvfp4": Exact(
+        "FP4 with a global scale for each matrix: when it moves, so do all of its other scales.",
+        models.QUANTISED["quantised-nvfp4"],
+        "context",
     ),
     "no-changes": Exact("Versions in which no bit changes are reported all the same.", models.STILL),
 }

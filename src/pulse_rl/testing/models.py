@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray, torch_name
 from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.quantised import Quantised
-from pulse_rl.weights.views.view import Fp8
+from pulse_rl.weights.views.view import Fp4, Fp8, Int8, View
 
 State: TypeAlias = dict[str, UIntArray]
 Step: TypeAlias = Callable[[str, str, UIntArray, np.random.Generator, int], None]  # name, dtype, bits (n,), …, version
@@ -228,38 +228,44 @@ TIED = _transformer(nudge, "tied", tied=True)
 STILL = _transformer(keep, "still")
 
 
+_VIEWS: dict[str, View] = {
+    "quantised": Fp8(),
+    "quantised-int8": Int8(),
+    "quantised-mxfp4": Fp4(format="mxfp4"),
+    "quantised-nvfp4": Fp4(format="nvfp4"),
+}
+# Blocks of 128 × 128 are cut off at both edges of the first.
+_SOURCE = {"out.weight": (260, 160), "experts.up": (11, 40, 64), "norm.weight": (64,)}
+
+
 class _View(PublishedModel):
-    """A view of a model in bfloat16. tensors: those of the view."""
+    """One of _VIEWS of _SOURCE in bfloat16, by its name. tensors: those of the view."""
 
     def states(self, count: int, seed: int = 0) -> list[State]:
         """Of weights some of which move by a tenth; one in each tensor grows and shrinks, and takes a scale along."""
         random = np.random.default_rng(seed)
-        shapes = {name: shape for name, (_, shape) in self.tensors.items() if not name.endswith(SCALE)}
-        live = {name: torch.from_numpy(random.normal(size=shape)).bfloat16() for name, shape in shapes.items()}
+        live = {name: torch.from_numpy(random.normal(size=shape)).bfloat16() for name, shape in _SOURCE.items()}
         found = []
         for version in range(count):
             for tensor in live.values():
                 flat, where = tensor.view(-1), torch.from_numpy(_few(tensor.numel(), random, 0.05))
                 flat[where] *= 1 + 0.1 * torch.from_numpy(random.normal(size=len(where))).bfloat16()
                 flat[-1] = (8, 6, 16)[version % 3]
-            view = Quantised(Fp8(), live).look()
-            flat_bits = {name: view[name].read(0, view[name].size).copy() for name in self.tensors}
-            found.append({name: bits.reshape(self.tensors[name][1]) for name, bits in flat_bits.items()})
+            view = Quantised(_VIEWS[self.name], live).look()
+            found.append({name: bits.read(0, bits.size).copy().reshape(bits.shape) for name, bits in view.items()})
         return found
 
 
+def _view(name: str, view: View) -> _View:
+    form, tensors = ViewFormat(view), dict[str, tuple[str, tuple[int, ...]]]()
+    for tensor, shape in _SOURCE.items():
+        made = form.tensors(tensor, shape) if form.quantises(tensor, shape) else {tensor: ("BF16", shape)}
+        tensors |= {key: (torch_name(dtype), of_view) for key, (dtype, of_view) in made.items()}
+    return _View(name, tensors, keep)  # `keep` is not asked for: `states` changes bits
+
+
 SCALE = ViewFormat(Fp8()).scale_name("")
-QUANTISED = _View(
-    "quantised",
-    {
-        "out.weight": ("float8_e4m3fn", (260, 140)),  # blocks of 128 × 128 are cut off at both edges
-        f"out.weight{SCALE}": ("float32", (3, 2)),
-        "experts.up": ("float8_e4m3fn", (11, 40, 64)),
-        f"experts.up{SCALE}": ("float32", (11, 1, 1)),
-        "norm.weight": ("bfloat16", (64,)),
-    },
-    keep,  # not asked for: `states` changes bits
-)
+QUANTISED = {name: _view(name, view) for name, view in _VIEWS.items()}
 
 
 def torch_tensors(model: PublishedModel, state: Mapping[str, UIntArray]) -> dict[str, Any]:

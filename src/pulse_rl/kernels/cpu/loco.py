@@ -75,6 +75,7 @@ FORMATS: dict[str, NarrowFormat] = {
     "float8_e4m3fn": _format(20, 120 << 23, 121 << 23, 141 << 23, 0x43E00000, 0x7E, 0x7F, 24),
     "float8_e5m2": _format(21, 112 << 23, 113 << 23, 134 << 23, 143 << 23, 0x7C, 0x7F, 24),
 }
+E2M1 = _format(22, 126 << 23, 127 << 23, 149 << 23, 0x40C00000, 7, 0, 28)  # saturates; it has no NaN
 
 GRIDS: dict[str, RoundingGrid] = {
     "bfloat16": _grid(8, 7, lowest=70),  # a cell of 2^-64: far below any step, and its inverse is finite

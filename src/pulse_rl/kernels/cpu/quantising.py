@@ -1,9 +1,9 @@
 """Quantise bfloat16 in blocks: the largest magnitude of each, the codes under given factors, and what changes do.
 
 A stack of matrices is (rows, columns) of bfloat16 bits, one matrix after another. The blocks of each lie in a grid,
-those at the right and lower edge cut off; the rows of all grids follow one another, too. A value becomes a code in one
-of four ways: multiplied by the block's factor, divided by it, or divided by it and rounded to bfloat16 first, in the
-last to INT8 in place of FP8. The factors themselves are made in `weights.views.rules`.
+those at the right and lower edge cut off; the rows of all grids follow one another, too. A value is multiplied by the
+block's factor, or divided by it, and perhaps rounded to bfloat16 first; it becomes a code of FP8, of INT8 or of FP4, of
+which a byte has two, the first one in its lower half. The factors themselves are made in `weights.views.rules`.
 
 All blocks of a view have numbers, and each has a mark while changes are followed: `touch` finds which blocks changes
 are in, and `requantise` writes codes and says what they were, of many tensors in a call.
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from pulse_rl.kernels.cpu.arrays import read_only
 from pulse_rl.kernels.cpu.compiled import inlined, kernel
-from pulse_rl.kernels.cpu.loco import FORMATS, bits_of, float_of, rounded
+from pulse_rl.kernels.cpu.loco import E2M1, FORMATS, bits_of, float_of, rounded
 from pulse_rl.kernels.cpu.spots import ask_for, load, store
 
-MULTIPLIED, DIVIDED, DIVIDED_NARROW, DIVIDED_WHOLE = range(4)  # how a value becomes a code
+# How a value becomes a code; from DIVIDED_FP4 on a byte has two.
+MULTIPLIED, DIVIDED, DIVIDED_NARROW, DIVIDED_WHOLE, DIVIDED_FP4, DIVIDED_NARROW_FP4 = range(6)
 UNTOUCHED, TOUCHED, STALE, RESCALED = map(np.uint8, range(4))  # marks of blocks
 _MAGNITUDE = np.uint16(0x7FFF)
 _WHOLE = np.float32(3 << 22)
@@ -36,9 +37,10 @@ class BlockGrid(NamedTuple):
 
 
 # A part of a tensor in which elements change, and the stack that it lies in: where this has its bits and its codes, the
-# number of its first block, how many of these are beside each other, and its columns; then its grid. Then how many
-# rows and columns of how many matrices the part has, where it begins, its changes among those of all, and its elements.
-_STACK = ("blocks", "across", "columns", "block_rows", "block_columns", "height")
+# number of its first block, how many of these are beside each other, and its columns; then its grid, the number of its
+# first matrix' table of factors, and how much larger the next one's is. Then how many rows and columns of how many
+# matrices the part has, where it begins, its changes among those of all, and its elements.
+_STACK = ("blocks", "across", "columns", "block_rows", "block_columns", "height", "table", "tables")
 _PART = ("first", "column", "rows", "width", "begin", "end", "size")
 PLACE = np.dtype([("source", np.uint64), ("codes", np.uint64), *((name, np.int64) for name in (*_STACK, *_PART))])
 
@@ -82,14 +84,32 @@ def _code(bits, factor, how):
         return rounded(bits_of(np.float32(value * factor)), _E4M3)
     if how == DIVIDED:
         return rounded(bits_of(np.float32(value / factor)), _E4M3)
-    narrow = np.uint32(rounded(bits_of(np.float32(value / factor)), _BF16) << np.uint32(16))
+    if how != DIVIDED_FP4:
+        narrow = np.uint32(rounded(bits_of(np.float32(value / factor)), _BF16) << np.uint32(16))
+        value = float_of(narrow)
+    else:
+        value = np.float32(value / factor)
     # A zero point of 0 is added: −0 becomes +0.
-    value = np.float32(float_of(narrow) + np.float32(0))
+    value = np.float32(value + np.float32(0))
     if how == DIVIDED_NARROW:
         return rounded(bits_of(value), _E4M3)
+    if how >= DIVIDED_FP4:
+        return rounded(bits_of(value), E2M1)
     value = min(max(value, np.float32(-128)), np.float32(127))
     # Of so large a float the last bits are whole numbers: the sum is rounded to the nearest one, halves to even.
     return bits_of(np.float32(value + _WHOLE)) & np.uint32(255)
+
+
+@inlined
+def _codes(line, factor, how, into):
+    for i in range(line.shape[0]):
+        into[i] = _code(line[i], factor, how)
+
+
+@inlined
+def _pairs(line, factor, how, into):
+    for i in range(into.shape[0]):
+        into[i] = _code(line[2 * i], factor, how) | _code(line[2 * i + 1], factor, how) << np.uint32(4)
 
 
 @kernel
@@ -98,19 +118,20 @@ def _quantise(bits, grid, first, factors, how, codes):
         down = _down(first + row, grid)
         for across in range(factors.shape[1]):
             start, stop = across * grid.columns, (across + 1) * grid.columns
-            line, into, factor = bits[row, start:stop], codes[row, start:stop], factors[down, across]
+            line, factor = bits[row, start:stop], factors[down, across]
+            into = codes[row, start // 2 : stop // 2] if how >= DIVIDED_FP4 else codes[row, start:stop]
             if how == MULTIPLIED:
-                for i in range(line.shape[0]):
-                    into[i] = _code(line[i], factor, MULTIPLIED)
+                _codes(line, factor, MULTIPLIED, into)
             elif how == DIVIDED:
-                for i in range(line.shape[0]):
-                    into[i] = _code(line[i], factor, DIVIDED)
+                _codes(line, factor, DIVIDED, into)
             elif how == DIVIDED_NARROW:
-                for i in range(line.shape[0]):
-                    into[i] = _code(line[i], factor, DIVIDED_NARROW)
+                _codes(line, factor, DIVIDED_NARROW, into)
+            elif how == DIVIDED_WHOLE:
+                _codes(line, factor, DIVIDED_WHOLE, into)
+            elif how == DIVIDED_FP4:
+                _pairs(line, factor, DIVIDED_FP4, into)
             else:
-                for i in range(line.shape[0]):
-                    into[i] = _code(line[i], factor, DIVIDED_WHOLE)
+                _pairs(line, factor, DIVIDED_NARROW_FP4, into)
 
 
 def quantise(
@@ -121,10 +142,11 @@ def quantise(
     how: int,
     codes: NDArray[np.uint8],
 ) -> None:
-    """Write the codes (n, columns) of some rows: FP8 E4M3, saturated at ±448, or INT8, at −128 and 127.
+    """Write the codes of some rows: FP8 E4M3, saturated at ±448, INT8, at −128 and 127, or FP4 E2M1, at ±6.
 
-    bits, first: as for `largest`. factors: (blocks down, blocks across). how: MULTIPLIED, DIVIDED, DIVIDED_NARROW, or
-    DIVIDED_WHOLE for INT8.
+    bits, first: as for `largest`. factors: (blocks down, blocks across). how: MULTIPLIED, DIVIDED or DIVIDED_NARROW;
+    DIVIDED_WHOLE for INT8; DIVIDED_FP4 or DIVIDED_NARROW_FP4. codes: (n, columns); of FP4 (n, columns / 2), and the
+    columns of a block are even.
     """
     _quantise(read_only(bits), grid, first, read_only(factors), how, codes)
 
@@ -199,43 +221,63 @@ def touch(
 
 
 @inlined
-def _write(place, flat, bits, factor, how, i, changed, count):
-    """Write the code of an element; where it changes, its index and the code before. Returns how many have changed."""
+def _table(place, flat):
+    """The number of an element's table of factors."""
+    return place.table + flat // (place.columns * place.height) * place.tables
+
+
+@inlined
+def _write(place, flat, bits, factor, how, i, changed, first, count):
+    """Write the code of an element; where its byte changes, the byte's index and what it was. Returns how many have.
+
+    first: how many there were before this place.
+    """
     indices, codes = changed
-    before, after = load(codes, place.codes, flat), np.uint8(_code(bits, factor, how))
-    if before == after:
+    code = np.uint8(_code(bits, factor, how))
+    if how >= DIVIDED_FP4:
+        half, flat, i = np.uint8(4 * (flat & 1)), flat >> 1, np.uint32(i >> 1)
+        before = load(codes, place.codes, flat)
+        code = np.uint8(before & np.uint8(0xF0 >> half) | np.uint8(code << half))
+        if count > first and indices[count - 1] == i:  # the other half has changed, too
+            store(codes, place.codes, flat, code)
+            return count
+    else:
+        before = load(codes, place.codes, flat)
+    if before == code:
         return count
-    store(codes, place.codes, flat, after)
+    store(codes, place.codes, flat, code)
     indices[count], codes[count] = i, before
     return count + 1
 
 
 @kernel
-def _requantise(places, indices, seen, marks, made_for, factors, how, counts, changed):
+def _requantise(places, indices, seen, marks, numbers, factors, how, counts, changed):
     flats, blocks, new = seen
     count = 0
+    halves = np.int64(1 if how >= DIVIDED_FP4 else 0)
     for s in range(places.shape[0]):
         place, first = places[s], count
         k, i = place.begin, np.int64(0)
         if place.size == 0:
             for j in range(place.begin, place.end):
-                ask_for(changed[1], place.codes, flats[j])
+                ask_for(changed[1], place.codes, flats[j] >> halves)
             for j in range(place.begin, place.end):
-                factor = factors[made_for[blocks[j]]]
-                count = _write(place, flats[j], new[j], factor, how, indices[j], changed, count)
-        while i < place.size:  # all that lies in one block and row
-            flat = _flat(place, i)
-            block, column = _block(place, flat), flat % place.columns
-            stop = i + min(place.width - i % place.width, place.block_columns - column % place.block_columns)
-            factor = factors[made_for[block]]
-            for j in range(i, stop if marks[block] == RESCALED else i):
-                bits = load(new, place.source, flat + j - i)
-                count = _write(place, flat + j - i, bits, factor, how, np.uint32(j), changed, count)
-            while k < place.end and np.int64(indices[k]) < stop:
-                if marks[block] != RESCALED:
-                    count = _write(place, flats[k], new[k], factor, how, indices[k], changed, count)
-                k += 1
-            i = stop
+                factor = factors[_table(place, flats[j]), numbers[blocks[j]]]
+                count = _write(place, flats[j], new[j], factor, how, indices[j], changed, first, count)
+        while i < place.size:  # row by row, all that lies in one block
+            flat, end = _flat(place, i), i + place.width
+            block, table, column = _block(place, flat), _table(place, flat), flat % place.columns % place.block_columns
+            while i < end:
+                stop, anew = min(end, i + place.block_columns - column), marks[block] == RESCALED
+                for j in range(i, stop if anew else i):
+                    bits, factor = load(new, place.source, flat + j - i), factors[table, numbers[block]]
+                    count = _write(place, flat + j - i, bits, factor, how, np.uint32(j), changed, first, count)
+                while k < place.end and np.int64(indices[k]) < stop:
+                    if not anew:
+                        factor = factors[table, numbers[block]]
+                        count = _write(place, flats[k], new[k], factor, how, indices[k], changed, first, count)
+                    k += 1
+                flat, i, block, column = flat + stop - i, stop, block + 1, 0
         counts[s] = count - first
     return count
 
@@ -245,7 +287,7 @@ def requantise(
     indices: NDArray[np.uint32],
     seen: Seen,
     marks: NDArray[np.uint8],
-    made_for: NDArray[np.uint16],
+    numbers: NDArray[np.uint16],
     factors: NDArray[np.float32],
     how: int,
     most: int,
@@ -253,15 +295,15 @@ def requantise(
     """Write the codes of changed elements, and of all elements of blocks that are RESCALED.
 
     places, indices, marks: as for `touch`, which has `seen` these elements. Only places whose `size` is not 0 may have
-    RESCALED blocks. made_for: (blocks,) which magnitude each scale was made for. factors: (32768,) of each magnitude.
-    most: how many codes can change. Returns how many have changed in each place, their indices in it, ascending, and
-    the codes before.
+    RESCALED blocks. numbers: (blocks,) of each scale. factors: (tables, scales) by these. most: how many codes can
+    change. Returns how many bytes of codes have changed in each place, their indices in it, ascending, and what they
+    were. Places of FP4 begin and end at even columns: else the indices do not count.
     """
     counts = np.empty(len(places), np.int64)
     changed = np.empty(most, np.uint32), np.empty(most, np.uint8)
     read = Seen(read_only(seen.flats), read_only(seen.blocks), read_only(seen.new))
     inputs = read_only(places), read_only(indices), read, read_only(marks)
-    count = _requantise(*inputs, read_only(made_for), read_only(factors), how, counts, changed)
+    count = _requantise(*inputs, read_only(numbers), read_only(factors), how, counts, changed)
     return counts, changed[0][:count].copy(), changed[1][:count].copy()
 
 
@@ -276,6 +318,6 @@ def warm() -> None:
     place["columns"] = place["width"] = 64
     place["block_rows"] = place["rows"] = 1
     place["height"], place["block_columns"], place["across"], place["end"] = 2, 32, 2, 4
-    flat, factors = np.arange(4, dtype=np.uint32), np.ones(1 << 15, np.float32)
+    flat, factors = np.arange(4, dtype=np.uint32), np.ones((1, 1 << 15), np.float32)
     seen, _ = touch(place, flat, bits[0, :4].copy(), found.reshape(-1), marks.reshape(-1))
     requantise(place, flat, seen, marks.reshape(-1), found.reshape(-1), factors, MULTIPLIED, 4)

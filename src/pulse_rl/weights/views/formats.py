@@ -1,7 +1,7 @@
 """How checkpoints of a view look: which tensors have codes, how their scales are called and shaped, and the config.
 
 What engines load is what the tools write that were there first: `weight_scale_inv` with DeepSeek's config for blocks,
-`weight_scale` with that of compressed-tensors for rows, for MXFP8 and for INT8.
+`weight_scale` with that of compressed-tensors for rows, for MXFP8, for INT8 and, with `weight_packed`, for FP4.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,29 +9,41 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.kernels.cpu.quantising import BlockGrid
-from pulse_rl.weights.boxes import Box, Shape
+from pulse_rl.weights.boxes import Box, Shape, whole
 from pulse_rl.weights.views.rules import BlockKind, RuleTable, rule_table
-from pulse_rl.weights.views.view import MX_BLOCK, View
+from pulse_rl.weights.views.view import Fp8, View
 
-DTYPES = {"fp8": "F8_E4M3", "int8": "I8"}
+DTYPES = {"fp8": "F8_E4M3", "int8": "I8", "fp4": "U8"}
+GROUPS: dict[BlockKind, int] = {"mx": 32, "nv": 16}  # columns of blocks of one row
+# Matrices that engines fuse, by the last parts of their names: with NVFP4, those of one module share a global scale.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
 class ViewFormat:
     """The format of a view.
 
-    table: the arithmetic of its rule. codes: their dtype, as safetensors spells it. ranges: as `RuleTable.ranges`.
+    key: its rule. table: the arithmetic of that; of one global scale, where matrices have some. codes: their dtype, as
+    safetensors spells it.
     """
 
     def __init__(self, view: View) -> None:
-        self.view = view
-        self.table: RuleTable = rule_table(*view.key)
-        self.codes = DTYPES[view.codes]
-        self.ranges = self.table.ranges
+        self.view, self.key = view, view.key
+        self.table: RuleTable = rule_table(self.key)
+        self.codes = DTYPES[self.key.codes]
         # What checkpoints call scales depends on who wrote them first.
-        self._named_scale = view.rule == "compressed-tensors" or view.kind == "mx"
-        self._named_scale |= view.rule == "vllm" and view.kind != "block"
+        self._named_scale = self.key.rule == "compressed-tensors" or self.key.kind == "mx"
+        self._named_scale |= self.key.rule == "vllm" and self.key.kind != "block"
+
+    @property
+    def has_global(self) -> bool:
+        """Whether matrices have a scale of their own, which those of their blocks are multiplied by."""
+        return self.key.kind == "nv"
+
+    @property
+    def packed(self) -> int:
+        """Codes in a byte."""
+        return 2 if self.key.codes == "fp4" else 1
 
     def quantises(self, name: str, shape: Shape) -> bool:
         """Whether a tensor is quantised."""
@@ -44,11 +56,21 @@ class ViewFormat:
     def grid(self, shape: Shape) -> BlockGrid:
         """How a tensor is cut into blocks. Raises ValueError if it cannot be."""
         height, columns = shape[-2], shape[-1]
-        if self.view.kind == "mx" and columns % MX_BLOCK[1]:
-            raise ValueError(f"MXFP8: expected a multiple of 32 columns, found the shape {list(shape)}")
-        sizes = {"channel": (1, columns), "tensor": (height, columns)}
-        block = self.view.block
-        return BlockGrid(*(sizes[block] if isinstance(block, str) else block), height)
+        group = GROUPS.get(self.key.kind, 1)
+        if columns % group:
+            raise ValueError(
+                f"expected a multiple of {group} columns to quantise by {self.view!r}, found the shape {list(shape)}: "
+                "ignore= leaves tensors out"
+            )
+        if isinstance(self.view, Fp8) and self.key.kind == "block":
+            return BlockGrid(*self._sides, height)
+        return BlockGrid(height if self.key.kind == "tensor" else 1, group if group > 1 else columns, height)
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        assert isinstance(self.view, Fp8)
+        assert not isinstance(self.view.block, str)
+        return self.view.block
 
     def blocks(self, box: Box, shape: Shape) -> Box:
         """The blocks that a part of a tensor consists of, as a part of its scales.
@@ -57,8 +79,13 @@ class ViewFormat:
         """
         grid = self.grid(shape)
         steps = (1,) * (len(shape) - 2) + (grid.rows, grid.columns)
-        for begin, size, step, whole in zip(box.offset, box.sizes, steps, shape, strict=True):
-            if begin % step or (begin + size != whole and size % step):
+        if self.has_global and (box.offset[-2:], box.sizes[-2:]) != ((0, 0), shape[-2:]):
+            raise ValueError(
+                f"expected whole matrices, each of which has a global scale, found {list(box.sizes)} at "
+                f"{list(box.offset)} of {list(shape)}: shard by tensors or experts, or take pulse.Fp4(format='mxfp4')"
+            )
+        for begin, size, step, end in zip(box.offset, box.sizes, steps, shape, strict=True):
+            if begin % step or (begin + size != end and size % step):
                 raise ValueError(
                     f"expected parts that consist of whole blocks of {list(steps[-2:])}, found {list(box.sizes)} at "
                     f"{list(box.offset)} of {list(shape)}: shard it otherwise, or take "
@@ -71,48 +98,74 @@ class ViewFormat:
         """The shape of a tensor's scales."""
         rows, columns, height = self.grid(shape)
         found = (*shape[:-2], -(-height // rows), -(-shape[-1] // columns))
-        return (shape[:-2] or (1,)) if self._named_scale and self.view.kind == "tensor" else found
+        return (shape[:-2] or (1,)) if self._named_scale and self.key.kind == "tensor" else found
+
+    def code_box(self, box: Box) -> Box:
+        """Where the codes of a part of a tensor lie, whose columns are whole bytes."""
+        first, width = box.offset[-1] // self.packed, box.sizes[-1] // self.packed
+        return Box((*box.offset[:-1], first), (*box.sizes[:-1], width))
+
+    def code_name(self, name: str) -> str:
+        """The name of a tensor's codes."""
+        return name + ("_packed" if self.packed > 1 else "")
 
     def scale_name(self, name: str) -> str:
         """The name of a tensor's scales."""
         return name + ("_scale" if self._named_scale else "_scale_inv")
 
-    @property
-    def scale_itemsize(self) -> int:
-        """Bytes of a scale."""
-        return ITEMSIZES[self.table.dtype]
+    def global_name(self, name: str) -> str:
+        """The name of the global scales of a tensor's matrices, where the form has them."""
+        return name + "_global_scale"
+
+    def tensors(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
+        """The dtypes and shapes of what a tensor becomes: codes, scales, and global scales where the form has them."""
+        found = {
+            self.code_name(name): (self.codes, self.code_box(whole(shape)).sizes),
+            self.scale_name(name): (self.table.dtype, self.scale_shape(shape)),
+        }
+        return found | ({self.global_name(name): ("F32", (*shape[:-2], 1))} if self.has_global else {})
+
+    def family(self, name: str) -> str:
+        """What tensors have in common whose matrices share a global scale."""
+        parts = name.removesuffix(".weight").split(".")
+        fused = next((names for names in _FUSED if parts[-1] in names), parts[-1:])
+        return ".".join([*parts[:-1], "+".join(fused)])
 
     def config(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
         """The `quantization_config` of a checkpoint's config.json. shapes: of all tensors, by name."""
         kept = [name for name, shape in shapes.items() if len(shape) > 1 and not self.quantises(name, shape)]
         modules = sorted(name.removesuffix(".weight") for name in kept if name.endswith(".weight"))
-        if not self._named_scale or (self.view.rule == "vllm" and self.view.kind == "tensor"):
+        if not self._named_scale or (self.key.rule == "vllm" and self.key.kind == "tensor"):
             return self._fp8_config(modules)
         return self._compressed_config(modules)
 
     def _fp8_config(self, modules: Iterable[str]) -> dict[str, Any]:
         found = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-        block = {"weight_block_size": list(self.view.block)} if self.view.kind == "block" else {}
-        scales = {"scale_fmt": "ue8m0"} if self.view.ue8m0 else {}
+        block = {"weight_block_size": list(self._sides)} if self.key.kind == "block" else {}
+        scales = {"scale_fmt": "ue8m0"} if self.key.powers else {}
         return {**found, **block, **scales, "modules_to_not_convert": list(modules)}
 
     def _compressed_config(self, modules: Iterable[str]) -> dict[str, Any]:
-        kind = "int" if self.view.codes == "int8" else "float"
-        eight = {"num_bits": 8, "type": kind, "symmetric": True}
+        kind, codes = self.key.kind, self.key.codes
+        number = {"num_bits": 8 // self.packed, "type": "int" if codes == "int8" else "float", "symmetric": True}
         fields: dict[BlockKind, dict[str, Any]] = {
             "channel": {"strategy": "channel"},
             "tensor": {"strategy": "tensor"},
-            "block": {"strategy": "block", "block_structure": list(self.view.block)},
             "mx": {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+            "nv": {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
         }
-        weights = {**eight, **fields[self.view.kind], "dynamic": False}
-        inputs = {**eight, "strategy": "token", "dynamic": True}
-        if self.view.kind == "block":
-            inputs |= {"strategy": "group", "group_size": self.grid((1, 1)).columns}
-        if self.view.kind == "mx":
+        inputs: dict[str, Any] = {**number, "strategy": "token", "dynamic": True}
+        if kind == "block":
+            fields["block"] = {"strategy": "block", "block_structure": list(self._sides)}
+            inputs |= {"strategy": "group", "group_size": self._sides[1]}
+        if kind == "mx":
             inputs |= fields["mx"]
-        form = "mxfp8-quantized" if self.view.kind == "mx" else f"{kind}-quantized"
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}
+        form = {"int8": "int-quantized", "fp8": "float-quantized", "fp4": f"{kind}fp4-pack-quantized"}[codes]
+        form = "mxfp8-quantized" if (kind, codes) == ("mx", "fp8") else form
+        weights = {**number, **fields[kind], "dynamic": False}
+        group: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "format": form}
+        if codes != "fp4":  # inputs of NVFP4 would need a scale that is calibrated
+            group["input_activations"] = inputs
         return {
             "quant_method": "compressed-tensors",
             "format": form,

@@ -1,22 +1,20 @@
 """The codes and scales of live weights, in memory: made once, and then kept up with what changes.
 
-Of each block it is remembered how large its largest magnitude is, and for which magnitude its scale was made. A changed
-element raises the first, or has its block looked through where the largest one became smaller; a block gets another
-scale, and all its codes anew, only where that is due. So keeping up costs what the changes cost.
-
-With plain scales, a scale is that of the largest magnitude. With sticky ones it stays until that is above the magnitude
-it was made for, or below `keep` of it. Of magnitudes with the same scale, the largest counts as the one that it was
-made for: so the scales alone, as they were published, say how to go on.
+Of each block it is remembered how large its largest magnitude is, and which scale it has. A changed element raises the
+first, or has its block looked through where the largest one became smaller; a block gets another scale, and all its
+codes anew, only where that is due, and all blocks under a global scale where that changes. So keeping up costs what the
+changes cost.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UINTS
+from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.kernels.cpu import quantising
 from pulse_rl.kernels.cpu.quantising import PLACE, RESCALED, STALE, UNTOUCHED
 from pulse_rl.parallel import ordered_map
@@ -27,27 +25,28 @@ from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
 from pulse_rl.weights.segments import SEGMENT
 from pulse_rl.weights.views.formats import ViewFormat
-from pulse_rl.weights.views.rules import INFINITY
+from pulse_rl.weights.views.scales import Scales
 from pulse_rl.weights.views.view import View
 
-_NONE = np.uint16(0xFFFF)  # in place of a magnitude; as a float it is NaN
-
-
-_STACK = (*(PLACE.names or ()),)[:8]
+_STACK = (*(PLACE.names or ()),)[:10]
 
 
 class _Part:
     """One piece of a quantised tensor.
 
-    source: its bfloat16. codes: of its box's sizes. numbers: of its blocks, among those of all parts.
+    source: its bfloat16. codes: of its box's sizes, or half the columns. families: of its matrices, as `Scales` has
+    them; one for all of them without global scales. numbers, shares: of its blocks and of these, among those of all
+    parts, of which one comes before it.
     """
 
-    def __init__(self, form: ViewFormat, source: Piece, blocks: Box, first: int) -> None:
-        self.source, self.box, self.blocks = source.bits, source.box, blocks
-        self.numbers = slice(first, first + blocks.size)
-        self.codes = np.empty(source.box.sizes, np.uint8)
+    def __init__(self, form: ViewFormat, source: Piece, blocks: Box, families: range, before: "_Part | None") -> None:
+        self.source, self.box, self.blocks, self.families = source.bits, source.box, blocks, families
+        first, share = before.ends if before is not None else (0, 0)
+        self.ends: tuple[int, int] = first + blocks.size, share + len(families)
+        self.numbers, self.shares = slice(first, self.ends[0]), slice(share, self.ends[1])
+        self.codes = np.empty(form.code_box(source.box).sizes, np.uint8)
         self._grid, self._columns = form.grid(source.box.sizes), source.box.sizes[-1]
-        self._table = form.table
+        self._how = form.table.how
 
     def _of(self, each: NDArray[Any]) -> NDArray[Any]:
         """What all parts have of each block, of this one's: (blocks down, blocks across)."""
@@ -55,7 +54,7 @@ class _Part:
 
     def _runs(self) -> Iterator[tuple[int, int, NDArray[np.uint16]]]:
         """All rows, some at a time: the first, the one after the last, and their bits."""
-        rows, step = self.codes.size // self._columns, max(1, SEGMENT // self._columns)
+        rows, step = self.box.size // self._columns, max(1, SEGMENT // self._columns)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             bits = self.source.read(start * self._columns, stop * self._columns)
@@ -68,11 +67,20 @@ class _Part:
         for start, _, bits in self._runs():
             quantising.largest(bits, self._grid, start, mine, found)
 
-    def quantise(self, made_for: NDArray[np.uint16]) -> None:
+    def quantise(self, scales: Scales) -> None:
         """Quantise all of it."""
-        factors, codes = self._table.factors[self._of(made_for)], self.codes.reshape(-1, self._columns)
+        numbers = self._of(scales.numbers)
+        families = np.repeat(self.families, len(numbers) // len(self.families))
+        each, codes = scales.factors[families[:, None], numbers], self.codes.reshape(-1, self.codes.shape[-1])
         for start, stop, bits in self._runs():
-            quantising.quantise(bits, self._grid, start, factors, self._table.how, codes[start:stop])
+            quantising.quantise(bits, self._grid, start, each, self._how, codes[start:stop])
+
+    @property
+    def by_family(self) -> list[tuple[int, slice]]:
+        """The blocks that it has of each family."""
+        step = self.blocks.size // len(self.families)
+        firsts = range(self.numbers.start, self.numbers.stop, step)
+        return [(family, slice(first, first + step)) for family, first in zip(self.families, firsts, strict=True)]
 
     @property
     def block_size(self) -> int:
@@ -85,7 +93,7 @@ class _Part:
         bits, grid = self.source, self._grid
         source = bits.address if isinstance(bits, HostBits) and bits.contiguous else 0
         found = source, self.codes.ctypes.data, self.numbers.start, self.blocks.sizes[-1], self._columns
-        return (*found, grid.rows, grid.columns, grid.height)
+        return (*found, grid.rows, grid.columns, grid.height, self.families[0], int(len(self.families) > 1))
 
     def place(self, place: Box) -> tuple[int, ...]:
         """The next columns of a PLACE in it."""
@@ -128,18 +136,23 @@ class Quantised(Mapping[str, Bits]):
         self.view, self._form = view, ViewFormat(view)
         self._parts: list[_Part] = []
         self._of: dict[str, range] = {}  # the parts of each tensor
+        self._shapes = {name: bits.shape for name, bits in source.items()}
+        families: dict[tuple[str, int], range] = {}
+        if self._form.has_global and not whole:
+            raise ValueError(
+                "expected all weights in one process, as matrices of several tensors share a global scale, found a "
+                "part of them: take pulse.Fp4(format='mxfp4')"
+            )
         for name, bits in source.items():
             if self._form.quantises(name, bits.shape):
                 try:
-                    self._add(name, bits)
+                    self._add(name, bits, families)
                 except ValueError as error:
                     raise ValueError(f"tensor {name!r}: {error}") from None
         if whole and not self._parts:
             raise ValueError(f"expected matrices to quantise, named ….weight, found none in {len(source)} tensors")
-        blocks = self._parts[-1].numbers.stop if self._parts else 0
-        self._largest, self._marks = np.zeros(blocks, np.uint16), np.zeros(blocks, np.uint8)
-        self._scales = np.empty(blocks, UINTS[self._form.scale_itemsize])
-        self._made_for: NDArray[np.uint16] | None = None  # the magnitude of each scale; None before the first
+        self._scales = Scales(self._form, [share for part in self._parts for share in part.by_family])
+        self._marks = np.zeros(len(self._scales.numbers), np.uint8)
         self._stacks = np.array([part.stack for part in self._parts], np.int64).reshape(-1, len(_STACK))
         self._ends = np.array([part.numbers.stop for part in self._parts], np.int64)
         found = {name: bits for name, bits in source.items() if name not in self._of}
@@ -147,33 +160,38 @@ class Quantised(Mapping[str, Bits]):
             found |= self._quantised(name, source[name])
         self.layout = Layout(sorted(found.items()), source.tied)
 
-    def _add(self, name: str, bits: Bits) -> None:
+    def _add(self, name: str, bits: Bits, families: dict[tuple[str, int], range]) -> None:
+        """families: those of all tensors with a global scale so far, and of each matrix of a stack its own."""
         if bits.dtype != "BF16":
             raise ValueError(f"expected bfloat16 to quantise, found {bits.dtype}: publish with cast='bfloat16'")
-        begun = len(self._parts)
+        begun, mine = len(self._parts), range(1)
+        if self._form.has_global:
+            count, first = prod(bits.shape[:-2]), max((one.stop for one in families.values()), default=0)
+            mine = families.setdefault((self._form.family(name), count), range(first, first + count))
         for piece in pieces_of(bits):
-            first = self._parts[-1].numbers.stop if self._parts else 0
-            self._parts.append(_Part(self._form, piece, self._form.blocks(piece.box, bits.shape), first))
+            own = mine[piece.box.offset[0] :][: piece.box.sizes[0]] if len(mine) > 1 else mine
+            blocks = self._form.blocks(piece.box, bits.shape)
+            self._parts.append(_Part(self._form, piece, blocks, own, self._parts[-1] if self._parts else None))
         self._of[name] = range(begun, len(self._parts))
 
     def _quantised(self, name: str, bits: Bits) -> dict[str, Bits]:
         """The codes and the scales of a tensor."""
-        form, dtype = self._form, self._form.table.dtype
-        scale_name, scale_shape = form.scale_name(name), form.scale_shape(bits.shape)
-        codes, scales = [], []
+        form, made = self._form, self._form.tensors(name, bits.shape)
+        found: dict[str, list[Piece]] = {key: [] for key in made}
         for piece, part in zip(pieces_of(bits), (self._parts[number] for number in self._of[name]), strict=True):
             # One scale for all has fewer dimensions than the blocks.
-            place, flat = part.blocks, len(scale_shape) != len(bits.shape)
-            place = Box(place.offset[:-2] or (0,), place.sizes[:-2] or (1,)) if flat else place
-            codes.append(Piece(piece.box, HostBits(form.codes, part.codes), piece.times))
-            own = HostBits(dtype, self._scales[part.numbers].reshape(place.sizes))
-            scales.append(Piece(place, own, piece.times))
+            scales, outer = part.blocks, Box(piece.box.offset[:-2], piece.box.sizes[:-2])
+            if len(made[form.scale_name(name)][1]) != len(bits.shape):
+                scales = Box(outer.offset or (0,), outer.sizes or (1,))
+            overall = Box((*outer.offset, 0), (*outer.sizes, 1))
+            held = [part.codes, self._scales.bits[part.numbers], self._scales.overall[part.shares]]
+            for (key, (dtype, _)), box, each in zip(
+                made.items(), (form.code_box(piece.box), scales, overall), held, strict=False
+            ):
+                found[key].append(Piece(box, HostBits(dtype, each.reshape(box.sizes)), piece.times))
         if not isinstance(bits, Pieces):
-            return {name: codes[0].bits, scale_name: scales[0].bits}
-        return {
-            name: Pieces(form.codes, 1, bits.shape, codes),
-            scale_name: Pieces(dtype, form.scale_itemsize, scale_shape, scales),
-        }
+            return {key: pieces[0].bits for key, pieces in found.items()}
+        return {key: Pieces(dtype, ITEMSIZES[dtype], shape, found[key]) for key, (dtype, shape) in made.items()}
 
     def look(self) -> "Quantised":
         """Quantise all weights as they are now.
@@ -181,41 +199,19 @@ class Quantised(Mapping[str, Bits]):
         Returns:
             Itself.
         """
-        self._look(range(len(self._parts)))
+        self._marks[:] = STALE
+        self._measure(range(len(self._parts)))
+        self._marks[:] = UNTOUCHED
+        shares = [share for part in self._parts for share in part.by_family]
+        self._scales.rescale_all({family for family, _ in shares})
+        for family, blocks in shares:
+            self._scales.rescale(family, blocks)
+        _each(lambda part: part.quantise(self._scales), self._parts)
         return self
 
-    def _look(self, numbers: Iterable[int]) -> None:
-        """Quantise some parts anew."""
-        parts = [self._parts[number] for number in numbers]
-        for part in parts:
-            self._marks[part.numbers] = STALE
-        _each(lambda part: part.measure(self._marks, self._largest), parts)
-        for part in parts:
-            self._marks[part.numbers] = UNTOUCHED
-            self._rescale(part.numbers)
-        _each(lambda part: part.quantise(self._scaled), parts)
-
-    @property
-    def _scaled(self) -> NDArray[np.uint16]:
-        """What the scales were made for, after the first look."""
-        assert self._made_for is not None
-        return self._made_for
-
-    def _rescale(self, blocks: slice | NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Give blocks the scales that are due. Returns which of them have got another one."""
-        largest = self._largest[blocks]
-        due = self._form.ranges[largest]
-        if self._made_for is None:
-            self._made_for = np.full(len(self._largest), _NONE, np.uint16)
-        made_for = self._made_for[blocks]
-        if self.view.scales == "sticky":
-            wide, high = (_float(bits) for bits in (made_for, largest))
-            stays = (high <= wide) & (high >= np.float32(self.view.keep) * wide)
-            due = np.where(stays, made_for, due)
-        self._made_for[blocks] = due
-        self._scales[blocks] = self._form.table.scales[due]
-        changed: NDArray[np.bool_] = due != made_for
-        return changed
+    def _in(self, families: set[int]) -> list[int]:
+        """The parts that have matrices of some families."""
+        return [at for at, part in enumerate(self._parts) if not families.isdisjoint(part.families)] if families else []
 
     def go_on(self, before: Mapping[str, Bits]) -> None:
         """Have sticky scales go on from those of the version before; before the first `look`.
@@ -227,17 +223,15 @@ class Quantised(Mapping[str, Bits]):
         """
         if self.view.scales == "plain":
             return
-        known, which = np.unique(self._form.table.scales[:INFINITY], return_index=True)
-        self._made_for = np.zeros(len(self._largest), np.uint16)
         for name, numbers in self._of.items():
-            scales = self._form.scale_name(name)
-            for number, piece in zip(numbers, pieces_of(self.layout[scales]), strict=True):
-                held = place_view(before[scales], piece.box)
-                found = held.read(0, held.size)
-                at = np.minimum(np.searchsorted(known, found), len(known) - 1)
-                self._made_for[self._parts[number].numbers] = np.where(
-                    known[at] == found, self._form.ranges[which[at]], np.uint16(0)
-                )
+            _, *keys = self._form.tensors(name, self._shapes[name])
+            for number, *pieces in zip(numbers, *(pieces_of(self.layout[key]) for key in keys), strict=True):
+                held = [place_view(before[key], piece.box) for key, piece in zip(keys, pieces, strict=True)]
+                scales, *overall = [bits.read(0, bits.size) for bits in held]
+                part = self._parts[number]
+                for at, (family, blocks) in enumerate(part.by_family):
+                    mine = slice(blocks.start - part.numbers.start, blocks.stop - part.numbers.start)
+                    self._scales.go_on(family, blocks, scales[mine], overall[0][at : at + 1] if overall else None)
 
     def follow(self, changes: Iterable[SectionChanges]) -> list[SectionChanges]:
         """Quantise what has changed since the last look, and look at nothing else.
@@ -260,22 +254,41 @@ class Quantised(Mapping[str, Bits]):
                 given.append(one.of(quantised))
         numbers = [np.concatenate([self._of[name] for name in one.names]) for one in given]
         plain = [bool((self._stacks[mine, 0] > 0).all()) for mine in numbers]
+        anew = {number for mine in compress(numbers, [not each for each in plain]) for number in mine.tolist()}
+        for number in anew:
+            self._marks[self._parts[number].numbers] = STALE
         followed = list(ordered_map(self._touch, compress(given, plain)))
-        touched = np.concatenate([np.empty(0, np.int64), *(one.touched for one in followed)])
-        stale = touched[self._marks[touched] == STALE]
-        _each(lambda part: part.measure(self._marks, self._largest), [self._parts[n] for n in self._holding(stale)])
-        rescaled = touched[self._rescale(touched)]
-        self._marks[rescaled] = RESCALED
-        anew = np.zeros(len(self._parts), np.int64)  # elements of blocks that have got another scale
-        for number in self._holding(rescaled):
+        loose = [np.arange(each.start, each.stop) for each in (self._parts[number].numbers for number in anew)]
+        touched = np.concatenate([np.empty(0, np.int64), *loose, *(one.touched for one in followed)])
+        of_families, unknown = self._scales.by_family(touched), {f for n in anew for f in self._parts[n].families}
+        perhaps = [f for f, blocks in of_families if f in unknown or self._scales.may_change(f, blocks)]
+        self._measure(self._holding(touched[self._marks[touched] == STALE]))
+        anew.update(self._in(self._scales.rescale_all(perhaps)))
+        for family, blocks in of_families:
+            self._marks[blocks[self._scales.rescale(family, blocks)]] = RESCALED
+        rescaled = self._holding(touched[self._marks[touched] == RESCALED])
+        sizes = np.zeros(len(self._parts), np.int64)  # elements of blocks that have got another scale
+        for number in rescaled:
             part = self._parts[number]
-            blocks = int(np.count_nonzero(self._marks[part.numbers] == RESCALED))
-            anew[number] = min(part.codes.size, blocks * part.block_size)
-        found += ordered_map(lambda one: self._requantise(one, anew), followed)
+            count = int(np.count_nonzero(self._marks[part.numbers] == RESCALED))
+            sizes[number] = min(part.box.size, count * part.block_size)
+        for one in ordered_map(lambda one: self._requantise(one, sizes), followed):
+            known = np.array([anew.isdisjoint(self._of[name]) for name in one.names])
+            found += self._as_published(one.of(known)) if known.any() else []
         self._marks[touched] = UNTOUCHED
-        for mine in compress(numbers, [not each for each in plain]):
-            self._look(mine.tolist())
+        _each(lambda part: part.quantise(self._scales), [self._parts[number] for number in anew])
         return found
+
+    def _measure(self, numbers: Iterable[int]) -> None:
+        """Find the largest magnitudes of the blocks of some parts that are STALE."""
+        _each(lambda part: part.measure(self._marks, self._scales.largest), [self._parts[n] for n in numbers])
+
+    def _as_published(self, one: SectionChanges) -> list[SectionChanges]:
+        """Changes of codes, by the names and places of these. None where a place ends within a byte."""
+        packed, places = self._form.packed, [self._form.code_box(place) for place in one.places]
+        if any(place.offset[-1] % packed or place.sizes[-1] % packed for place in one.places):
+            return []
+        return [SectionChanges(tuple(map(self._form.code_name, one.names)), tuple(places), one.counts, one.changes)]
 
     def _holding(self, blocks: NDArray[np.int64]) -> list[int]:
         """The parts that some blocks are of."""
@@ -296,7 +309,7 @@ class Quantised(Mapping[str, Bits]):
             places[name] = np.repeat(geometry[:, at], len(one.names))
         places["end"] = np.cumsum(one.counts)
         places["begin"] = places["end"] - one.counts
-        seen, touched = quantising.touch(places, *one.changes, self._largest, self._marks)
+        seen, touched = quantising.touch(places, *one.changes, self._scales.largest, self._marks)
         return _Followed(one, places, parts.reshape(-1), seen, touched)
 
     def _requantise(self, one: _Followed, anew: NDArray[np.int64]) -> SectionChanges:
@@ -305,9 +318,9 @@ class Quantised(Mapping[str, Bits]):
         sizes = np.repeat([place.size for place in places], len(names))
         one.places["size"] = np.where(anew[numbers] > 0, sizes, 0)
         most = len(indices) + int(anew[np.unique(numbers)].sum())
-        table = self._form.table
+        scales, how = self._scales, self._form.table.how
         counts, changed, codes = quantising.requantise(
-            one.places, indices, one.seen, self._marks, self._scaled, table.factors, table.how, most
+            one.places, indices, one.seen, self._marks, scales.numbers, scales.factors, how, most
         )
         return SectionChanges(names, places, counts, Changes(changed, codes))
 
@@ -317,8 +330,7 @@ class Quantised(Mapping[str, Bits]):
         Returns:
             The `quantization_config` of a config.json.
         """
-        scales = {self._form.scale_name(name) for name in self._of}
-        return self._form.config({name: bits.shape for name, bits in self.layout.items() if name not in scales})
+        return self._form.config(self._shapes)
 
     def __getitem__(self, name: str) -> Bits:
         return self.layout[name]
@@ -328,10 +340,6 @@ class Quantised(Mapping[str, Bits]):
 
     def __len__(self) -> int:
         return len(self.layout)
-
-
-def _float(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _each(function: Callable[[_Part], None], parts: Sequence[_Part]) -> None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from pulse_rl.weights.views.rules import RULES, BlockKind, CodesName, RuleKey, RuleName
+from pulse_rl.weights.views.rules import RULES, BlockKind, RuleKey, RuleName
 
 Scales: TypeAlias = Literal["plain", "sticky"]
 
@@ -13,51 +13,23 @@ IGNORED = ("lm_head", "*embed*", "wte", "wpe", "gate", "router", "shared_expert_
 MX_BLOCK = (1, 32)
 
 
-@dataclass(frozen=True, kw_only=True)
 class View:
     """What views of all kinds have in common."""
 
-    codes: ClassVar[CodesName]
-    block: tuple[int, int] | Literal["channel", "tensor"] = (128, 128)
-    rule: RuleName = "deepseek"
-    scales: Scales = "plain"
-    ue8m0: bool = False
-    keep: float = 0.5
-    ignore: Sequence[str] = IGNORED
+    scales: Scales
+    keep: float
+    ignore: Sequence[str]
 
     def __post_init__(self) -> None:
-        sides = (self.block,) if isinstance(self.block, str) else tuple(self.block)
-        sized = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
-        if not sized and self.block not in ("channel", "tensor"):
-            raise ValueError(f"block: expected rows and columns, 'channel' or 'tensor', found {self.block!r}")
         if self.scales not in ("plain", "sticky"):
             raise ValueError(f"scales: expected 'plain' or 'sticky', found {self.scales!r}")
         if not 0 < self.keep < 1:
             raise ValueError(f"keep: expected more than 0 and less than 1, found {self.keep!r}")
-        if self.key not in RULES:
-            offered = [rule for rule, *rest in RULES if rest == list(self.key[1:])]
-            powers = " with ue8m0" if self.ue8m0 else ""
-            found = f"{self.codes} codes and block={self.block!r}{powers}"
-            if not offered:
-                raise ValueError(f"block: expected what some rule has, found {found}: docs/views.md has a table")
-            raise ValueError(f"rule: expected one of {', '.join(sorted(offered))} for {found}, found {self.rule!r}")
 
     @property
     def key(self) -> RuleKey:
         """Its rule among RULES."""
-        return RuleKey(self.rule, self.kind, self.powers, self.codes)
-
-    @property
-    def kind(self) -> BlockKind:
-        """How large its blocks are."""
-        if isinstance(self.block, str):
-            return self.block
-        return "mx" if tuple(self.block) == MX_BLOCK else "block"
-
-    @property
-    def powers(self) -> bool:
-        """Whether its scales are powers of two."""
-        return self.ue8m0 or self.kind == "mx"
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +54,91 @@ class Fp8(View):
         ValueError: The rule does not have such blocks or scales; or a setting makes no sense.
     """
 
-    codes = "fp8"
+    block: tuple[int, int] | Literal["channel", "tensor"] = (128, 128)
+    rule: RuleName = "deepseek"
+    scales: Scales = "plain"
+    ue8m0: bool = False
+    keep: float = 0.5
+    ignore: Sequence[str] = IGNORED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sides = (self.block,) if isinstance(self.block, str) else tuple(self.block)
+        sized = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+        if not sized and self.block not in ("channel", "tensor"):
+            raise ValueError(f"block: expected rows and columns, 'channel' or 'tensor', found {self.block!r}")
+        if self.key not in RULES:
+            offered = [rule for rule, *rest in RULES if rest == list(self.key[1:])]
+            found = f"block={self.block!r}{' with ue8m0' if self.ue8m0 else ''}"
+            if not offered:
+                raise ValueError(f"block: expected what some rule has, found {found}: docs/views.md has a table")
+            raise ValueError(f"rule: expected one of {', '.join(sorted(offered))} for {found}, found {self.rule!r}")
+
+    @property
+    def key(self) -> RuleKey:
+        """Its rule among RULES."""
+        if isinstance(self.block, str):
+            kind: BlockKind = self.block
+        else:
+            kind = "mx" if tuple(self.block) == MX_BLOCK else "block"
+        return RuleKey(self.rule, kind, self.ue8m0 or kind == "mx", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(View):
-    """A view in INT8 with a scale for each row, as checkpoints for W8A8 have it.
+    """A view in INT8 with a scale for each row, as compressed-tensors' checkpoints for W8A8 have it.
 
     It quantises the same tensors as `Fp8`.
 
     Args:
-        block: "channel": a scale for each row.
-        rule: Whose arithmetic and names to take, bit for bit: "compressed-tensors".
         scales: As of `Fp8`.
-        ue8m0: No rule has it.
         keep: As of `Fp8`.
         ignore: As of `Fp8`.
 
     Raises:
-        ValueError: As of `Fp8`.
+        ValueError: A setting makes no sense.
     """
 
-    codes = "int8"
-    block: tuple[int, int] | Literal["channel", "tensor"] = "channel"
-    rule: RuleName = "compressed-tensors"
+    scales: Scales = "plain"
+    keep: float = 0.5
+    ignore: Sequence[str] = IGNORED
+
+    @property
+    def key(self) -> RuleKey:
+        """Its rule among RULES."""
+        return RuleKey("compressed-tensors", "channel", False, "int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp4(View):
+    """A view in FP4 E2M1, two codes a byte, as compressed-tensors' checkpoints for quantised weights have it.
+
+    It quantises the same tensors as `Fp8`. Activations stay bfloat16.
+
+    Args:
+        format: "mxfp4": a power of two for each 32 elements of a row. "nvfp4": an FP8 scale for each 16, times a
+            float32 one for each matrix; of matrices that engines fuse, as those for queries, keys and values, one for
+            all of them.
+        scales: As of `Fp8`. When the scale of a matrix changes, so do those of its blocks.
+        keep: As of `Fp8`.
+        ignore: As of `Fp8`.
+
+    Raises:
+        ValueError: A setting makes no sense.
+    """
+
+    format: Literal["mxfp4", "nvfp4"]
+    scales: Scales = "plain"
+    keep: float = 0.5
+    ignore: Sequence[str] = IGNORED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format not in ("mxfp4", "nvfp4"):
+            raise ValueError(f"format: expected 'mxfp4' or 'nvfp4', found {self.format!r}")
+
+    @property
+    def key(self) -> RuleKey:
+        """Its rule among RULES."""
+        mx = self.format == "mxfp4"
+        return RuleKey("compressed-tensors", "mx" if mx else "nv", mx, "fp4")
