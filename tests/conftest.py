@@ -27,6 +27,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("pulse-rl")
 
+# Threads of torch that wait for each other spin; and bits do not depend on how many there are.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start
 
 # Ray gives its processes a low priority: beside other tests, a run would wait for minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -99,15 +102,6 @@ class Trainee:
     def empty(self) -> dict[str, torch.Tensor]:
         """Weights of the published dtypes, all zero."""
         return {n: torch.zeros_like(w.bfloat16() if w.is_floating_point() else w) for n, w in self.weights.items()}
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch computes in one thread, so that bits do not depend on how many a thread of the test may use."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

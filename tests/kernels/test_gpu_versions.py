@@ -360,7 +360,7 @@ def test_nans_of_masters_have_the_same_bits_wherever_they_are_read(the_device: T
     publishers = [pulse.Publisher("memory://", codec=codec, cast="bfloat16", baseline=b) for b in ("host", *PLACES)]
     live = the_device.put({name: tensor.bfloat16() for name, tensor in here.items()})
     subscriber = pulse.Subscriber(publishers[2].history.store)
-    for version in range(3):
+    for version in range(2):
         found = []
         for publisher, masters in zip(publishers, weights, strict=True):
             there = {name: tensor.view(torch.int32) for name, tensor in masters.items()}
@@ -374,7 +374,7 @@ def test_nans_of_masters_have_the_same_bits_wherever_they_are_read(the_device: T
         bits = live["norm"].view(torch.int16)[version : version + 8].tolist()
         assert [value & 0xFFFF for value in bits] == [0xFFC0 if n >> 31 else 0x7FC0 for n in np.roll(nans, version)]
     assert patches(publishers[0]) == patches(publishers[1]) == patches(publishers[2])
-    assert len(patches(publishers[0])) == 2
+    assert len(patches(publishers[0])) == 1
 
 
 @pytest.mark.parametrize("codec", ["gap", "context"])

@@ -20,9 +20,6 @@ from tests.store import servers
 BOTH = {0, 1}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def store() -> Store:
     return pulse.open_store("memory://")

@@ -19,9 +19,6 @@ WRITES = ("put", "delete")
 CALLS = ("put", "get", "stream", "list", "delete", "check_create")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def store() -> Store:
     return pulse.open_store("memory://")

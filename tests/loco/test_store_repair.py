@@ -14,8 +14,6 @@ from pulse_rl.store.base import Store
 from tests.loco.ranks import bits, trainable
 from tests.loco.store_trainers import EVERY, Trainer, enter, fine, in_turn, leave, naive, run_rounds, together
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BROKEN = 2  # the round
 
 
