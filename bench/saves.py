@@ -37,7 +37,7 @@ MEASURED = {  # seconds from publish to proved by two workers: docs/measurements
 
 def row(params: int, link: float) -> list[str]:
     """Seconds from publish to serving: a full reload, a broadcast, the paper's codec, and ours."""
-    full, gap, context = plan(params=params, density=DENSITY, bandwidth=link, compute_s=1.0).weights
+    full, gap, context, _ = plan(params=params, density=DENSITY, bandwidth=link, compute_s=1.0).weights
     reload_s = RELOAD_S * full.nbytes / RANKS
     pause = PAUSE_S + CHANGE_S * DENSITY * params / RANKS
     patches = [one.seconds + one.coding_seconds / THREADS + pause for one in (gap, context)]

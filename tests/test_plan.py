@@ -227,6 +227,20 @@ def test_people_get_tables(run: Run) -> None:
     assert "direct" not in one  # nor is there such a column
 
 
+def test_a_view_is_as_large_and_slow_as_the_measured_one(run: Run) -> None:
+    """Against the table of docs/views.md, and what it says of time."""
+    text = (ROOT / "docs/views.md").read_text()
+    (bf16,), (rows,) = (
+        re.findall(rf"^\| {name} \| ([\d.]+) kB", text, re.M) for name in ("BF16", "a scale for each row")
+    )
+    (share,) = re.findall(r"adds ([\d.]+) of a publish with `context`", text)
+    context, view = (of(planned(), name) for name in ("context", "fp8 view"))
+    assert view.nbytes / context.nbytes == pytest.approx(float(rows) / float(bf16), rel=1e-6)
+    assert view.coding_seconds / context.coding_seconds == pytest.approx(1 + float(share))
+    (least,) = re.findall(r"^\| a scale for each row \|.*\| 1/([\d.]+) \| [\d.]+ kB \|$", text, re.M)
+    assert f"1/{least} of the bytes" in run(*ASKED)[1]
+
+
 def test_the_docs_show_what_the_command_prints(run: Run) -> None:
     """docs/plan.md's example, and its table of bits a change."""
     text = (ROOT / "docs/plan.md").read_text()
@@ -246,7 +260,7 @@ def test_the_docs_show_what_is_calculated_for_links_that_people_have() -> None:
     assert len(rows) == 12
     for params, link, cells in rows:
         found = planned(params=round(units.parse(params, units.COUNTS, "params")), bandwidth=link)
-        full, gap, context = found.weights
+        full, gap, context, _ = found.weights
         over = [units.seconds(one.seconds) for one in found.weights]
         use = [f"{one.utilization:.1%}" for one in found.weights]
         coding = ", ".join(units.seconds(one.coding_seconds) for one in (gap, context))

@@ -37,6 +37,16 @@ RATES = {
     # steps, 6.0 in the next, and 6.4 to 7.6 from then on.
     "context": Rates(5.4, 1.6, 6e-10, 2.5e-7),
 }
+# A view in FP8 with a scale for each row, by `context`: 80.3 kB of BF16's 421 kB; one in blocks took 0.45 of a publish
+# on top (docs/views.md: one run of a model of 135M, whose embedding, a fifth of it, stays BF16).
+VIEW = "fp8 view"
+VIEW_SHARE, VIEW_TIME = 80.3 / 421, 0.45
+VIEW_RATES = RATES["context"]._replace(
+    positions=VIEW_SHARE * RATES["context"].positions,
+    rest=VIEW_SHARE * RATES["context"].rest,
+    fixed_s=(1 + VIEW_TIME) * RATES["context"].fixed_s,
+    per_density_s=(1 + VIEW_TIME) * RATES["context"].per_density_s,
+)
 # PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): 4.4 to 5.3 bits at densities of 18 to 5 %, from 5 %
 # below to 13 % above this ("The default's payloads" in bench/measured.md). A value is its sign and a little more;
 # positions are coded given θ's exponents and the momentum, and take less than their entropy.
@@ -49,7 +59,7 @@ class WeightTransfer(msgspec.Struct, frozen=True):
     """The weights of one version, from the trainer to the rollout workers: as a full checkpoint or as a patch.
 
     Attributes:
-        name: "full", "gap" or "context".
+        name: "full", "gap", "context", or "fp8 view": by `context`, for workers that sample in FP8.
         nbytes: Bytes of a version.
         reduction: The bytes of "full", divided by these.
         seconds: The time over one link: the trainer's to a store, or a worker's from it.
@@ -105,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True):
         trainers: The number of trainers.
         sync_every: Steps of a round.
         loco_density: The fraction of elements that PULSELoCo sends in a round.
-        weights: A full checkpoint, and a patch by each codec.
+        weights: A full checkpoint, a patch by each codec, and one of a view.
         rounds: The traffic between trainers, by method; empty with one trainer.
     """
 
@@ -171,7 +181,9 @@ def plan(
         bandwidth=bandwidth,
         compute_s=compute_s,
         loco_density=loco_density,
-        weights=tuple(_transfer(name, params, density, bandwidth, compute_s, workers) for name in ("full", *RATES)),
+        weights=tuple(
+            _transfer(name, params, density, bandwidth, compute_s, workers) for name in ("full", *RATES, VIEW)
+        ),
         rounds=_rounds(params, bandwidth, sync_every * compute_s, trainers, sync_every, loco_density),
     )
 
@@ -196,7 +208,7 @@ def _transfer(
     name: str, params: int, density: float, bandwidth: float, compute_s: float, workers: int
 ) -> WeightTransfer:
     full = params * BF16
-    rates = RATES.get(name)
+    rates = VIEW_RATES if name == VIEW else RATES.get(name)
     nbytes = full if rates is None else params * bits(rates, density) / 8
     seconds = 8 * nbytes / bandwidth
     return WeightTransfer(

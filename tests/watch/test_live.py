@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import pulse_rl as pulse
@@ -19,6 +21,7 @@ from pulse_rl.cli.app import app
 from pulse_rl.errors import StoreError
 from pulse_rl.flow.driver.watching import RunSource
 from pulse_rl.html.page import Page
+from pulse_rl.units import nbytes
 from pulse_rl.watch import live
 from pulse_rl.watch.live import Glance, HistoryLine, Watched
 from pulse_rl.watch.store_page import StoreSource
@@ -194,6 +197,22 @@ def test_a_run_and_a_store_are_shown_as_they_are(tmp_path: Path) -> None:
     assert {name: kept["details"][name] for name in status if name not in ("alarms", "listing")} == {
         name: value for name, value in status.items() if name not in ("alarms", "listing")
     }
+
+
+def test_a_store_shows_the_views_of_its_newest_version_with_their_bytes(tmp_path: Path) -> None:
+    """Those of the version that was seen last, also where the looks between read the newest version alone."""
+    weights = {"w.weight": torch.ones(64, 256, dtype=torch.bfloat16)}
+    publisher = pulse.Publisher(tmp_path, codec="gap", views={"rows": pulse.Fp8(block="channel", rule="vllm")})
+    stored = StoreSource(str(tmp_path))
+    for version in range(3):
+        weights["w.weight"][version] += 1
+        publisher.publish(weights, version=version)
+        (shown,) = (block.html for block in stored.look().blocks if "Views of the newest version" in block.html)
+        (view,) = pulse.status(tmp_path).views
+        size = nbytes(view.patch_nbytes) if version else "–"
+        assert ">rows<" in shown
+        assert escape(view.form) in shown
+        assert re.search(rf">{re.escape(nbytes(64 * 256 + 64 * 4))}</td>.*>{re.escape(size)}</td>", shown, re.S)
 
 
 def test_a_run_that_is_cut_back_is_drawn_anew(tmp_path: Path) -> None:

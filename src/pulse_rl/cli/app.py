@@ -17,6 +17,7 @@ from pulse_rl.cli.follow import follow
 from pulse_rl.cli.mirror import mirror
 from pulse_rl.cli.output import prepare_streams
 from pulse_rl.cli.plan import plan
+from pulse_rl.cli.relay import relay
 from pulse_rl.cli.stores import copy, prune, status
 from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
@@ -42,6 +43,7 @@ app.command()(verify)
 app.command()(status)
 app.command()(watch)
 app.command()(follow)
+app.command()(relay)
 app.command()(mirror)
 app.command()(prune)
 app.command()(copy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,8 @@ from pulse_rl.units import nbytes, seconds
 if TYPE_CHECKING:
     from pulse_rl import History
     from pulse_rl.engines.client import EngineClient
-    from pulse_rl.engines.follow import Driver, Followed
+    from pulse_rl.engines.follow import Driver, Followed, Follower, Manner
+    from pulse_rl.engines.states import Follow
 
 _SGLANG = "sglang+"  # before the address of an SGLang server
 _BLINK_S = 0.5  # between two looks whether Ctrl-C was pressed
@@ -114,12 +116,10 @@ def follow(
     Example: pulse-rl follow s3://bucket/run-a --engine http://gpu-1:8000
     """
     from pulse_rl.engines.client import absolute
-    from pulse_rl.engines.follow import Driver, Manner
+    from pulse_rl.engines.follow import Manner
     from pulse_rl.engines.states import Follow
-    from pulse_rl.watch.measurements import run_name
-    from pulse_rl.watch.trackers import UNUSUAL
 
-    history, place = _open(store, public_key, view)
+    history, place = open_history(store, public_key, view)
     wanted = Follow(
         store=absolute(engine_store or place),
         cache=cache,
@@ -128,9 +128,30 @@ def follow(
         view=view,
     )
     manner = Manner(pause=pause.value, reset_caches=not keep_caches, poll=poll)
-    show = _Show(as_json=as_json, once=once)
     with output.checking():
         engines = [_client(url, api_key, pause) for url in engine]
+    drive(history, wanted, engines, manner, once=once, timeout=timeout, metrics=metrics, track=track, as_json=as_json)
+
+
+def drive(
+    history: History,
+    wanted: Follow,
+    engines: Sequence[Follower],
+    manner: Manner,
+    *,
+    once: bool,
+    timeout: float,
+    metrics: str | None,
+    track: str | None,
+    as_json: bool,
+) -> None:
+    """Keep engines at the newest version until Ctrl-C, and show how they stand. The options are those of `follow`."""
+    from pulse_rl.engines.follow import Driver
+    from pulse_rl.watch.measurements import run_name
+    from pulse_rl.watch.trackers import UNUSUAL
+
+    show = _Show(as_json=as_json, once=once)
+    with output.checking():
         driver = Driver(history, wanted, engines, manner=manner, notice=lambda seen: show.change(driver, seen))
     current = False
     name = run_name(history.store.url)
@@ -167,7 +188,7 @@ def _client(url: str, api_key: str | None, pause: Pause) -> EngineClient:
     return SGLangEngine(url.removeprefix(_SGLANG), api_key=api_key)
 
 
-def _open(store: str, public_key: str | None, view: str | None) -> tuple[History, str]:
+def open_history(store: str, public_key: str | None, view: str | None = None) -> tuple[History, str]:
     """The history, which may not have begun yet, and its store."""
     from pulse_rl import History
     from pulse_rl.history.operate.targets import kind_of

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from pulse_rl.engines.client import EngineClient, check_holds
+from pulse_rl.engines.client import check_holds
 from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow, PauseMode, failed
 from pulse_rl.errors import EngineError, PulseError, one_line
 from pulse_rl.history.history import History
@@ -62,6 +62,31 @@ class Followed(msgspec.Struct, frozen=True):
 Notice = Callable[[Followed], None]
 
 
+class Follower(Protocol):
+    """What a driver brings to each version: the verbs of an `EngineClient`, each of which may raise EngineError."""
+
+    @property
+    def url(self) -> str: ...
+
+    def state(self) -> EngineState: ...
+
+    def follow(
+        self,
+        store: str,
+        *,
+        cache: str | None,
+        public_key: str | None,
+        heartbeat: str | None,
+        patience: float,
+        view: str | None,
+        wait: bool,
+    ) -> EngineState: ...
+
+    def stage(self, version: int) -> EngineState: ...
+
+    def apply(self, version: int, *, pause: PauseMode, reset_caches: bool) -> EngineReport: ...
+
+
 @dataclass(frozen=True)
 class Manner:
     """How engines are updated.
@@ -84,7 +109,7 @@ class Driver:
         history: The history, as this process reaches it.
         follow: What to tell each engine: the history as the engines reach it. A heartbeat "*" stands for an id of each
             engine's own, made of its address.
-        engines: The engines.
+        engines: The engines, each an `EngineClient`, or a `Relay`.
         manner: How they are updated.
         notice: Called after each change of how an engine stands, in the thread that tends it, one at a time.
     """
@@ -93,7 +118,7 @@ class Driver:
         self,
         history: History,
         follow: Follow,
-        engines: Sequence[EngineClient],
+        engines: Sequence[Follower],
         *,
         manner: Manner | None = None,
         notice: Notice = lambda _: None,
@@ -173,7 +198,7 @@ class Driver:
                     self._change.notify_all()
             self._stop.wait(self._manner.poll)
 
-    def _tend(self, engine: EngineClient) -> None:
+    def _tend(self, engine: Follower) -> None:
         """Bring one engine to each newest version."""
         retry = FIRST_RETRY_S
         while not self._stop.is_set():
@@ -190,13 +215,13 @@ class Driver:
                 retry = FIRST_RETRY_S
                 self._sleep(engine)
 
-    def _sleep(self, engine: EngineClient) -> None:
+    def _sleep(self, engine: Follower) -> None:
         """Wait for a newer version, or until the engine is to be looked at again."""
         with self._change:
             if not self._stop.is_set() and self._seen[engine.url].newest == self.newest:
                 self._change.wait(self._manner.poll)
 
-    def _turn(self, engine: EngineClient) -> None:
+    def _turn(self, engine: Follower) -> None:
         """Ask an engine what it holds, and do what is missing. Raises EngineError and TimeoutError."""
         state, head = engine.state(), self._head
         self._count_restarts(engine, state)
@@ -215,14 +240,14 @@ class Driver:
         check_holds(engine.url, state, head.version, head.digest, "follow")
         return self._see(engine, "ok" if state.ready else "paused", newest, report=report)
 
-    def _count_restarts(self, engine: EngineClient, state: EngineState) -> None:
+    def _count_restarts(self, engine: Follower, state: EngineState) -> None:
         if self._instances.setdefault(engine.url, state.instance) != state.instance:
             self._instances[engine.url] = state.instance
             with self._change:
                 seen = self._seen[engine.url]
                 self._seen[engine.url] = msgspec.structs.replace(seen, restarts=seen.restarts + 1)
 
-    def _open(self, engine: EngineClient, state: EngineState) -> EngineState:
+    def _open(self, engine: Follower, state: EngineState) -> EngineState:
         """Tell an engine what to follow, if it follows something else, and wait until it is at no work.
 
         Raises EngineError if it cannot follow that.
@@ -246,7 +271,7 @@ class Driver:
 
     def _see(
         self,
-        engine: EngineClient,
+        engine: Follower,
         standing: Standing,
         version: int | None,
         *,

@@ -73,6 +73,7 @@ class StoreSource:
             metadata=head.metadata,
             nonfinite=head.nonfinite,
             density=head.density,
+            views=head.view_infos,
             recent=msgspec.structs.replace(recent, sizes=(patch.total_nbytes,)) if recent and patch else recent,
         )
 
@@ -115,6 +116,9 @@ class StoreSource:
                 charts.lines({"density": self._densities}, NUMBER, ChartAxis("changed elements", FRACTION, zero=True)),
             )
         )
+        if info.views:
+            rows = [[one.name, one.form, nbytes(one.full_nbytes), _patch(one.patch_nbytes)] for one in info.views]
+            page.table("Views of the newest version", ("view", "form", "bytes", "of its patch"), rows)
         if info.subscribers:
             page.table(
                 f"Subscribers, read {seconds(max(0.0, time.time() - self._all.made))} ago",
@@ -152,3 +156,8 @@ class StoreSource:
             rows = [[name, f"{total.count:,}", nbytes(total.nbytes)] for name, total in found]
             page.table("In the store", ("", "objects", "bytes"), rows, folded=True)
         return page
+
+
+def _patch(size: int) -> str:
+    """Bytes of a patch; a version may have none."""
+    return nbytes(size) if size else "–"

@@ -1,0 +1,176 @@
+"""Relays: each version of a history is published on to another store, with views, whatever ends them in between."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.engines.follow import Driver, Manner
+from pulse_rl.engines.relay import Relay
+from pulse_rl.engines.states import Follow
+from pulse_rl.errors import EngineError
+from pulse_rl.weights.views.view import View
+
+VIEW = pulse.Fp8(block="channel", rule="vllm")
+FORM = "fp8=Fp8(block='channel', rule='vllm')"
+
+
+class Trainer:
+    """A trainer and its store, which a relay follows."""
+
+    def __init__(self, store: Path, seed: int = 0) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+        weight = torch.randn((128, 256), generator=self._random).bfloat16()
+        self.weights = {"head.weight": weight, "norm.weight": torch.ones(33).bfloat16(), "tied.weight": weight}
+        self.publisher = pulse.Publisher(store, anchor_every=3)
+
+    def publish(self, *versions: int) -> None:
+        for version in versions:
+            flat = self.weights["head.weight"].view(-1)
+            flat[torch.randint(0, len(flat), (40,), generator=self._random)] += 1
+            assets = {"config.json": b'{"tiny": true}'}
+            self.publisher.publish(self.weights, version=version, assets=assets, metadata={"reward": version})
+
+
+def check(trainer: Trainer, target: Path, versions: list[int]) -> None:
+    """The store holds these versions, the newest bit for bit, as it holds the view of it that is made afresh."""
+    history, source = pulse.History(target), trainer.publisher.history
+    assert [history.read(sequence).version for sequence in history.sequences()] == versions
+    for version in versions:
+        found, expected = history.find(version), source.find(version)
+        assert (found.digest, found.tied, found.metadata) == (expected.digest, expected.tied, expected.metadata)
+    for view, made in ((None, dict(trainer.weights)), ("fp8", dict(pulse.Quantised(VIEW, trainer.weights).look()))):
+        subscriber = pulse.Subscriber(target, view=view)
+        subscriber.sync(weights := subscriber.allocate())
+        assert subscriber.verify(weights) == pulse.digest(made)
+    (config,) = pulse.load_assets(target, target.with_name("assets"), view="fp8")
+    assert json.loads(config.read_bytes()).keys() == {"tiny", "quantization_config"}
+
+
+def test_versions_keep_their_numbers_and_a_relay_that_is_made_anew_reads_what_is_new(tmp_path: Path) -> None:
+    trainer, target = Trainer(tmp_path / "source"), tmp_path / "target"
+    fetched = []
+    for newest in (4, 7, 9):
+        trainer.publish(*range(newest - 1, newest + 1))
+        follow = Follow(str(tmp_path / "source"), heartbeat="relay")
+        driver = Driver(
+            trainer.publisher.history, follow, [Relay(str(target), {"fp8": VIEW})], manner=Manner(poll=0.05)
+        )
+        driver.start()
+        assert driver.wait_until_current(60), driver.engines()
+        driver.stop()
+        (seen,) = driver.engines()
+        assert (seen.standing, seen.version, seen.error, seen.updates) == ("ok", newest, None, 1)
+        assert seen.report is not None
+        fetched.append((seen.report.route, seen.report.fetched_nbytes))
+    check(trainer, target, [4, 7, 9])
+    assert [route for route, _ in fetched] == ["anchor", "patches", "patches"]
+    assert fetched[1][1] < fetched[0][1] / 20  # the rest was read where it is
+    status = pulse.status(tmp_path / "source", max_lag=0)
+    assert [(one.id, one.version, one.verdict) for one in status.subscribers or ()] == [("relay", 9, "ok")]
+
+
+def test_the_end_of_a_run_is_passed_on(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "source")
+    trainer.publish(0)
+    relay = Relay(str(tmp_path / "target"), {})
+    relay.follow(str(tmp_path / "source"))
+    relay.stage(0)
+    relay.apply(0)
+    assert not pulse.Subscriber(tmp_path / "target").ended
+    trainer.publisher.end()
+    assert relay.state().version == 0
+    assert pulse.Subscriber(tmp_path / "target").ended
+
+
+def test_another_history_is_refused_and_one_that_has_gone_back(tmp_path: Path) -> None:
+    for number, name in enumerate(("source", "other")):
+        Trainer(tmp_path / name, seed=number).publish(1, 2)
+    relay = Relay(str(tmp_path / "target"), {})
+    relay.follow(str(tmp_path / "source"))
+    relay.stage(2)
+    relay.apply(2)
+    with pytest.raises(EngineError, match="has gone back") as gone:
+        relay.stage(1)
+    assert (gone.value.kind, gone.value.version) == ("IntegrityError", 2)
+    with pytest.raises(EngineError, match="holds another history") as other:
+        Relay(str(tmp_path / "target"), {}).follow(str(tmp_path / "other"))
+    assert other.value.kind == "IntegrityError"
+    assert pulse.History(tmp_path / "target").newest().version == 2
+
+
+# The command
+
+MAIN = "from pulse_rl.cli.main import main; main()"
+STRUCK = f"""
+import os, signal, sys
+from pulse_rl.store.directory import DirectoryStore
+
+left = int(sys.argv.pop(1))
+
+def struck(write):
+    def strike(*arguments, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*arguments, **options)
+
+    return strike
+
+DirectoryStore.put = struck(DirectoryStore.put)
+{MAIN}
+"""
+
+
+def run(script: str, *arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_command_that_is_killed_at_a_write_loses_nothing(tmp_path: Path) -> None:
+    trainer, target = Trainer(tmp_path / "source"), tmp_path / "target"
+    call = ("relay", str(tmp_path / "source"), str(target), "--view", FORM, "--once", "--json")
+    for version in range(2):  # the first is one with anchors, the other one with patches
+        trainer.publish(2 * version)
+        code, _, err = run(STRUCK, "3", *call)
+        assert code == -signal.SIGKILL, err
+        head = pulse.History(target).head()
+        assert (head and head.version) == (None, 1)[version]
+        trainer.publish(newest := 2 * version + 1)
+        code, out, err = run(MAIN, *call)
+        assert code == 0, err
+        found: dict[str, Any] = json.loads(out)
+        assert (found["newest"], found["store_error"]) == (newest, None)
+        (engine,) = found["engines"]
+        assert (engine["standing"], engine["version"], engine["report"]["version"]) == ("ok", newest, newest)
+    check(trainer, target, [1, 3])
+    assert pulse.verify(target).ok
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [("fp8", "expected NAME=FORM"), ("fp8=Fp9()", "expected one of"), ("fp8=Fp8(block='row')", "found 'row'")],
+)
+def test_a_form_that_is_none_is_a_bad_command_line(form: str, words: str, tmp_path: Path) -> None:
+    Trainer(tmp_path / "source").publish(0)
+    code, _, err = run(MAIN, "relay", str(tmp_path / "source"), str(tmp_path / "target"), "--view", form)
+    assert code == 2
+    assert words in " ".join(err.replace("│", " ").split())
+    assert not (tmp_path / "target").exists()
+
+
+def test_every_kind_of_view_can_be_named() -> None:
+    from pulse_rl.cli.relay import _view
+
+    for kind in View.__subclasses__():
+        assert _view(f"x={kind.__name__}()") == ("x", kind())
+    assert _view(FORM) == ("fp8", VIEW)
