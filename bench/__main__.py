@@ -135,6 +135,9 @@ def engine(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between versions, while requests are counted.")] = 5.0,
     seconds: Annotated[float, typer.Option(min=1, help="Length of a stretch in which requests are counted.")] = 30.0,
     stretches: Annotated[int, typer.Option(min=1, help="Such stretches with versions, and without.")] = 2,
+    view: Annotated[
+        bool, typer.Option("--view", help="Only compare pauses: of a server that follows BF16, and of one on a view.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Have a real vLLM server on a CPU follow versions in place, next to its own reload and its sparse patches.
@@ -142,8 +145,11 @@ def engine(
     Compares outputs and checksums with a fresh engine. Needs vLLM (make setup-vllm),
     6 GB of memory, 2 GB of disk, and a quarter of an hour on two cores.
     """
-    from bench.engine.run import run
+    from bench.engine.run import run, run_view
 
+    if view:
+        show_run("engine", partial(run_view, model=model, store=store, lr=lr, versions=versions), as_json)
+        return
     show_run(
         "engine",
         partial(

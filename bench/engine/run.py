@@ -8,6 +8,9 @@
 4. A fresh server loads the last version of part 1 from files: its greedy outputs, their log-probabilities and the
    checksums of /weight_checker must be those that the first server had at that version.
 
+With `--view`, two servers instead: one follows the weights, the other one a view of them in FP8, by turns, version by
+version, while both answer requests.
+
 All processes share this machine: what the publisher takes, generation lacks.
 """
 
@@ -17,8 +20,8 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,18 @@ from bench.engine.versions import Replayed, Source, Trained
 from bench.engine.worker import write_patch
 from bench.report import Progress, Table, ms, times
 from pulse_rl.engines.client import EngineClient
+from pulse_rl.engines.states import EngineReport
 from pulse_rl.errors import require
+from pulse_rl.history.history import History
+from pulse_rl.history.manifest import ViewEntry
 from pulse_rl.sync.publish.publisher import Publisher
+from pulse_rl.sync.publish.report import PublishReport
+from pulse_rl.weights.views.view import Fp8
 
 COMPARED = 5  # versions that vLLM's own ways take
 TOKENS = 32  # of a completion
 ALONE_S = 20.0  # for which the memory that requests and pauses take is looked at
+VIEW = Fp8(block="channel", rule="vllm")  # which vLLM follows in place
 ALLOWANCE_NBYTES = 64_000_000  # of memory that following may take beside one patch
 
 
@@ -201,6 +210,89 @@ def run(
     )
 
 
+class Pauses(msgspec.Struct, frozen=True):
+    """What updates of one engine took, in seconds; medians, but for the pauses."""
+
+    changes: int
+    patch_nbytes: int
+    stage_s: float
+    apply_s: float
+    pause_s: tuple[float, ...]
+
+    def row(self, name: str) -> tuple[str, ...]:
+        seconds = (self.stage_s, self.apply_s, statistics.median(self.pause_s), max(self.pause_s))
+        return (name, f"{self.changes:,}", f"{self.patch_nbytes / 1e3:,.0f} kB", *map(ms, seconds))
+
+
+class ViewBenchReport(msgspec.Struct, frozen=True):
+    """The pauses of an engine that follows the weights, and of one that follows a view of them."""
+
+    model: str
+    vllm: str
+    form: str  # of the view
+    weights: Pauses
+    view: Pauses
+
+    def facts(self) -> dict[str, object]:
+        weights, view = (statistics.median(each.pause_s) for each in (self.weights, self.view))
+        return {
+            "model": f"{self.model}; vLLM {self.vllm}",
+            "view": self.form,
+            "versions": f"{len(self.view.pause_s)}, on both by turns",
+            "pause": f"of the view {view / weights:.2f} of BF16's",
+        }
+
+    def tables(self) -> list[Table]:
+        rows = [self.weights.row("BF16"), self.view.row("the view")]
+        return [(("followed", "changes", "patch", "staged", "written", "pause", "longest"), rows)]
+
+
+def _pauses(patches: list[int], reports: list[EngineReport]) -> Pauses:
+    return Pauses(
+        changes=int(statistics.median(each.changes for each in reports)),
+        patch_nbytes=int(statistics.median(patches)),
+        stage_s=statistics.median(each.stage_s for each in reports),
+        apply_s=statistics.median(each.apply_s for each in reports),
+        pause_s=tuple(each.pause_s for each in reports),
+    )
+
+
+def run_view(*, model: str, store: str | None, lr: float, versions: int, progress: Progress) -> ViewBenchReport:
+    """Measure the pauses of two servers by turns, each with requests. Needs 8 GB of memory for SmolLM2-135M.
+
+    model, store, lr, versions: as in `run`. Raises MissingExtraError without vLLM.
+    """
+    vllm = require("vllm", "vllm")
+    with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as scratch, ExitStack() as stack:
+        bench = _Bench(Path(scratch), store, model, lr, {"rows": VIEW})
+        progress(0, 2, "two servers start")
+        files = (bench.checkpoint("first"), bench.anchor("rows"))
+        servers = [stack.enter_context(served(each, bench.log)) for each in files]
+        engines = [EngineClient(server.url) for server in servers]
+        for engine, view in zip(engines, (None, "rows"), strict=True):
+            engine.follow(bench.store, view=view)
+        bench.publish()
+        for engine in engines:
+            engine.update()  # loads the kernels' machine code
+        progress(1, 2, f"{versions} versions")
+        for server in servers:
+            stack.enter_context(Load(server, 2, TOKENS))
+        patches: tuple[list[int], list[int]] = ([], [])
+        reports: tuple[list[EngineReport], list[EngineReport]] = ([], [])
+        for version in range(versions):
+            published = bench.publish()
+            patches[0].append(published.patch_nbytes)
+            patches[1].append(_patch_nbytes(published.views["rows"]))
+            for at in (0, 1) if version % 2 else (1, 0):
+                reports[at].append(engines[at].update())
+    weights, followed = (_pauses(*found) for found in zip(patches, reports, strict=True))
+    return ViewBenchReport(store or model, vllm.__version__, repr(VIEW), weights, followed)
+
+
+def _patch_nbytes(view: ViewEntry) -> int:
+    return view.patch.total_nbytes if view.patch else 0
+
+
 def _columns(outputs: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
     return [each["text"] for each in outputs], [each["logprobs"] for each in outputs]
 
@@ -208,13 +300,15 @@ def _columns(outputs: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
 class _Bench:
     """The publisher's side, and what is measured."""
 
-    def __init__(self, directory: Path, store: str | None, model: str, lr: float) -> None:
+    def __init__(
+        self, directory: Path, store: str | None, model: str, lr: float, views: Mapping[str, Fp8] | None = None
+    ) -> None:
         self._directory, self.log, self.store = directory, directory / "vllm.log", directory / "store"
         assets = directory / "assets"
         assets.mkdir()
         self._source: Source = Replayed(store, assets) if store is not None else Trained(model, lr)
-        self._publisher = Publisher(self.store, anchor_every=1000)
-        report = self._publisher.publish(self._source.weights, version=0)
+        self._publisher = Publisher(self.store, anchor_every=1000, views=views)
+        report = self._publisher.publish(self._source.weights, version=0, assets=self._source.assets)
         self.elements, self.full_nbytes = report.elements, report.full_nbytes
         self._version = itertools.count(1)
 
@@ -229,13 +323,19 @@ class _Bench:
         save_file(self._source.weights, directory / "model.safetensors", metadata={"format": "pt"})
         return directory
 
-    def _publish(self) -> Any:
+    def anchor(self, view: str) -> Path:
+        """The files of a view's newest anchor, which vLLM loads."""
+        name = History(self.store, view=view).newest().anchor[0].name
+        return (self.store / name).parent
+
+    def publish(self) -> PublishReport:
+        """Go to the next version, and publish it."""
         self._source.step()
         return self._publisher.publish(self._source.weights, version=next(self._version))
 
     def follow(self, server: Server, engine: EngineClient, versions: int) -> tuple[Followed, str]:
         published, reports, serving = [], [], []
-        self._publish()
+        self.publish()
         engine.update()  # loads the kernels' machine code
         with _peak(server) as peak, Load(server, 2, TOKENS):
             for _ in range(versions):  # each pause makes vLLM take more, with a version to write or without
@@ -244,7 +344,7 @@ class _Bench:
                     pass
             requests_nbytes = int(server.call("bench_peak", "look")["nbytes"])
             for _ in range(versions):
-                published.append(self._publish())
+                published.append(self.publish())
                 start = time.perf_counter()
                 reports.append(engine.update())
                 serving.append(time.perf_counter() - start)
@@ -267,7 +367,7 @@ class _Bench:
     ) -> Throughput:
         first = self._publisher.version or 0
         for _ in range(arriving):  # before, so that only what the engine does takes from it
-            self._publish()
+            self.publish()
         upcoming, updates = iter(range(first + 1, first + 1 + arriving)), []
         rates: dict[bool, list[float]] = {False: [], True: []}
         processor_s, requests = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
