@@ -14,7 +14,7 @@ from pulse_rl.cli.output import AsJson, PublicKeyFile
 from pulse_rl.cli.stores import StoreTarget
 
 if TYPE_CHECKING:
-    from pulse_rl import Fp8, Int8
+    from pulse_rl import Fp4, Fp8, Int8
 
 
 def relay(
@@ -87,12 +87,12 @@ def relay(
     )
 
 
-def _view(text: str) -> tuple[str, Fp8 | Int8]:
+def _view(text: str) -> tuple[str, Fp4 | Fp8 | Int8]:
     """A view by its name, from text as "fp8=Fp8(block='channel', rule='vllm')". Raises ValueError."""
     import pulse_rl
 
     name, _, form = text.partition("=")
-    kinds = {kind.__name__: kind for kind in (pulse_rl.Fp8, pulse_rl.Int8)}
+    kinds = {kind.__name__: kind for kind in (pulse_rl.Fp8, pulse_rl.Fp4, pulse_rl.Int8)}
     try:
         call = ast.parse(form.strip().removeprefix("pulse."), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
