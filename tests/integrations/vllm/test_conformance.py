@@ -13,10 +13,12 @@ from pulse_rl.integrations.vllm import plain_gemm
 from pulse_rl.kernels.cpu import beside
 from pulse_rl.testing import Check, checks
 from tests.integrations.vllm.conformance import Workers
+from tests.integrations.vllm.world import one_worker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 OTHER_TENSORS = {f"dtypes-{count}" for count in ("1-byte", "2-bytes", "4-bytes", "8-bytes")}
-OTHER_TENSORS |= {"zeros", "nans", "patterns", "scalars", "empty-tensors", "shapes", "dimensions", "quantised"}
+OTHER_TENSORS |= {"zeros", "nans", "patterns", "scalars", "empty-tensors", "shapes", "dimensions"}
+OTHER_TENSORS |= {"quantised", "quantised-int8", "quantised-mxfp4", "quantised-nvfp4"}
 NO_CALLS = {"failing-call", "outage", "recovery", "torn-read", "failing-stage", "killed", "killed-writing"}
 SKIPPED = OTHER_TENSORS | NO_CALLS | {"ranks-together", "one-rank-fails"}
 
@@ -24,17 +26,9 @@ SKIPPED = OTHER_TENSORS | NO_CALLS | {"ranks-together", "one-rank-fails"}
 @pytest.fixture(scope="module", autouse=True)
 def _worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The process groups of one worker, and plain products."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, ensure_model_parallel_initialized
-    from vllm.distributed.parallel_state import init_distributed_environment
-
     plain_gemm.enable()
-    rendezvous = tmp_path_factory.mktemp("worker") / "rendezvous"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-    yield
-    cleanup_dist_env_and_memory()
+    with one_worker(tmp_path_factory.mktemp("worker") / "rendezvous"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 import pulse_rl as pulse
+from pulse_rl.dtypes import torch_name
 from pulse_rl.engines.client import EngineClient
-from pulse_rl.errors import EngineError
+from pulse_rl.errors import EngineError, UnmappedError
 from pulse_rl.history.history import History
-from tests.integrations.vllm.world import Server, step, tiny_model
+from pulse_rl.integrations.vllm.modules import derived_of
+from pulse_rl.testing.models import tensor_of
+from tests.integrations.vllm.world import Server, one_worker, step, tiny_model
 
 
 def publish(publisher: pulse.Publisher, model: Any, tokenizer: Any, place: Path) -> Path:
@@ -25,10 +29,12 @@ def publish(publisher: pulse.Publisher, model: Any, tokenizer: Any, place: Path)
     return (place / "store" / anchor[0].name).parent
 
 
-def test_rows_in_fp8_are_followed_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", ["channel", (1, 32)], ids=["rows", "mxfp8"])
+def test_fp8_is_followed_in_place(block: Any, tmp_path: Path) -> None:
+    """With a scale for each row, and MXFP8, which vLLM multiplies on a CPU by its own emulation."""
     model, tokenizer = tiny_model()
     store = tmp_path / "store"
-    publisher = pulse.Publisher(store, views={"fp8": pulse.Fp8(block="channel", rule="vllm")})
+    publisher = pulse.Publisher(store, views={"fp8": pulse.Fp8(block=block, rule="vllm")})
     followed = Server(publish(publisher, model, tokenizer, tmp_path), tmp_path / "log")
     fresh = None
     try:
@@ -66,3 +72,45 @@ def test_rows_in_int8_are_loaded_and_not_followed(tmp_path: Path) -> None:
         assert server.outputs() == first
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+def test_a_fused_layer_loads_fp4_and_is_not_followed(
+    format: Literal["mxfp4", "nvfp4"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU vLLM 0.32 has no kernels for it, so none is chosen here.
+
+    Its loader puts the tensors of a view where they belong, with one global scale for all three matrices. The layer is
+    refused before anything is written.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
+
+    modules = {"mxfp4": schemes.compressed_tensors_w4a4_mxfp4, "nvfp4": schemes.compressed_tensors_w4a4_nvfp4}
+    monkeypatch.setattr(modules[format], f"init_{format}_linear_kernel", lambda **given: None)
+    if format == "nvfp4":
+        monkeypatch.setattr(modules[format], "expose_input_quant_key", lambda layer, kernel: None)
+    at, rows = "model.layers.0.self_attn", {"q": 64, "k": 32, "v": 32}
+    live = {f"{at}.{which}_proj.weight": (torch.randn(n, 64) * n).bfloat16() for which, n in rows.items()}
+    view = pulse.Quantised(pulse.Fp4(format=format), live).look()
+    config = compressed_tensors.CompressedTensorsConfig.from_config(view.config())
+    config.packed_modules_mapping = {"qkv_proj": [f"{which}_proj" for which in rows]}
+    with one_worker(tmp_path / "rendezvous"), set_current_vllm_config(VllmConfig()):
+        layer = QKVParallelLinear(64, 32, 2, 1, bias=False, quant_config=config, prefix=f"{at}.qkv_proj")
+        held = dict(layer.named_parameters())
+        given: dict[str, list[torch.Tensor]] = {name: [] for name in held}
+        for name, parameter in held.items():
+            for which in rows:
+                bits = view[f"{at}.{which}_proj.{name}"]
+                given[name].append(tensor_of(torch_name(bits.dtype), bits.read(0, bits.size).reshape(bits.shape)))
+                parameter.weight_loader(parameter, given[name][-1], which)
+        assert all(
+            torch.equal(held[name].data.view(torch.uint8), torch.cat(given[name]).view(torch.uint8)) for name in held
+        )
+        assert sorted(given) == sorted({name.rpartition(".")[2] for name in view})
+        if format == "nvfp4":
+            assert len(held["weight_global_scale"].unique()) == 1
+        with pytest.raises(UnmappedError, match="what this quantisation does to the weights is not known"):
+            derived_of(torch.nn.ModuleDict({"qkv_proj": layer}), torch.bfloat16)

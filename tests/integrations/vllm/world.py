@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -28,6 +29,20 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 START_S = 300
+
+
+@contextmanager
+def one_worker(rendezvous: Path) -> Iterator[None]:
+    """The process groups of one worker of vLLM in this process, which its layers ask for."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory, ensure_model_parallel_initialized
+    from vllm.distributed.parallel_state import init_distributed_environment
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
 
 
 def tiny_model() -> tuple[Any, Any]:

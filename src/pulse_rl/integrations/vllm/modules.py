@@ -17,7 +17,7 @@ from pulse_rl.engines.derived import Derived
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import UnmappedError
 from pulse_rl.integrations.vllm import plain_gemm
-from pulse_rl.integrations.vllm.quantised_rows import has_rows, rows_as_loaded
+from pulse_rl.integrations.vllm.quantised_layers import as_loaded, is_read_as_loaded
 
 _LINEAR = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that read the weights where the loader puts them
@@ -34,7 +34,7 @@ def live_views(
     """Find a history's tensors in a model of vLLM. dtype: of its activations. alone: whether this process holds all of
     the model. Raises UnmappedError."""
     derived = derived_of(model, dtype)
-    with rows_as_loaded(model):
+    with as_loaded(model):
         return LiveViews.of(model, model.load_weights, tensors, tied=tied, derived=derived, computes=alone)
 
 
@@ -87,7 +87,7 @@ def _check_method(name: str, module: Any, method: Any) -> None:
             )
         if not on_cpu and backend not in _EXPERTS:
             raise _refusal(name, kind, f"the backend {backend} repacks experts: start vLLM with --moe-backend triton")
-    elif not has_rows(module):
+    elif not is_read_as_loaded(module):
         raise _refusal(name, kind, "what this quantisation does to the weights is not known")
 
 

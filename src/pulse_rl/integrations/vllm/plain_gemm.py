@@ -5,6 +5,9 @@ originals or overwrites them by the packed ones. No published tensor lies in suc
 by the plain weights. It takes 1.2 to 1.7 times as long. On a GPU vLLM leaves unquantised linear layers as they are, and
 the switch does nothing.
 
+For MXFP8 vLLM has no kernel on a CPU but its own emulation, which it does not choose there: the switch offers it, and
+has it keep the codes instead of what they stand for.
+
 This is the one place where the plug-in changes what the engine computes with; it is off unless it is asked for, and it
 says in the log that it is on.
 """
@@ -35,10 +38,13 @@ def enable() -> bool:
 
     if not current_platform.is_cpu():
         return False
+    from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     if utils.dispatch_cpu_unquantized_gemm is not _plain_linear:
+        linear._POSSIBLE_MXFP8_KERNELS.setdefault(current_platform._enum, [linear.EmulationMxfp8LinearKernel])
+        os.environ.setdefault("VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD", "0")
         utils.dispatch_cpu_unquantized_gemm = _plain_linear
         _Plain.packing, CPUUnquantizedExperts.process_weights_after_loading = (
             CPUUnquantizedExperts.process_weights_after_loading,
