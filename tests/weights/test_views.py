@@ -311,11 +311,18 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], word:
         Fp8(**settings)
 
 
+def test_an_unknown_format_of_fp4_is_refused() -> None:
+    with pytest.raises(ValueError, match="^format: expected 'mxfp4' or 'nvfp4', found 'fp4'"):
+        Fp4(format="fp4")  # type: ignore[arg-type]
+
+
 def test_weights_that_cannot_be_quantised_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a\.weight.*bfloat16.*F32"):
         Quantised(Fp8(), {"a.weight": torch.ones(4, 4)})
     with pytest.raises(ValueError, match="multiple of 32"):
         Quantised(Fp8(block=(1, 32), rule="vllm"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
+    with pytest.raises(ValueError, match=r"a\.weight.*multiple of 16"):
+        Quantised(Fp4(format="nvfp4"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
     with pytest.raises(ValueError, match="found none"):
         Quantised(Fp8(), {"norm.weight": torch.ones(4, dtype=torch.bfloat16)})
 
@@ -332,6 +339,19 @@ def test_pieces_have_to_consist_of_whole_blocks() -> None:
     torn = [pulse.Shard(weight[:100], shape=(300, 200), offset=(0, 0))]
     with pytest.raises(ValueError, match="whole blocks"):
         Quantised(Fp8(), {"a.weight": torn})
+
+
+def test_pieces_under_a_global_scale_are_whole_matrices_of_one_process() -> None:
+    """Experts may be cut from their stack, as each has its own; what cuts a matrix, or the weights, is refused."""
+    chosen, stack = Fp4(format="nvfp4"), torch.randn(5, 8, 32).bfloat16()
+    whole_view = Quantised(chosen, {"experts.up": stack}).look()
+    parts = [pulse.Shard(stack[a:b], shape=(5, 8, 32), offset=(a, 0, 0)) for a, b in ((0, 2), (2, 5))]
+    cut = Quantised(chosen, {"experts.up": parts}).look()
+    assert all(np.array_equal(everything(whole_view[name]), everything(cut[name])) for name in whole_view)
+    with pytest.raises(ValueError, match="whole matrices"):
+        Quantised(chosen, {"a.weight": [pulse.Shard(stack[0, :4], shape=(8, 32), offset=(0, 0))]})
+    with pytest.raises(ValueError, match="one process"):
+        Quantised(chosen, {"a.weight": stack[0]}, whole=False)
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
