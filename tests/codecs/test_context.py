@@ -83,7 +83,7 @@ def expected_of(listed: list[Segment]) -> list[tuple[list[int], list[int]]]:
 # Whole blocks
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.lists(segments(), min_size=1, max_size=5))
 def test_both_decoders_give_what_was_encoded(listed: list[Segment]) -> None:
     """Every dtype, density, phase and kind of move, mixed: encode against both decoders, and against itself."""

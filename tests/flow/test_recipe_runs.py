@@ -185,7 +185,8 @@ def test_a_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> Non
     process.communicate()
     wait_for(lambda: not any(map(_alive, left)))
     done = max(len(metrics.read(files(out, name))) for name in ROLES)
-    summary = run(out, f"steps={done + 3}", resume=True)
+    summary, said = finish(start(out, f"steps={done + 3}", resume=True))
+    assert said.count("continuing from the checkpoint of step ") == len(ROLES)
     check(summary, out)
     assert {policy["steps"] for policy in summary["policies"].values()} == {done + 3}
 

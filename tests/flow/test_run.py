@@ -141,32 +141,6 @@ def test_auto_chooses_by_the_links_that_workers_see(tmp_path: Path) -> None:
         assert re.search(r" over [\d.]+ [kMGT]?bit/s$", record["codec_reason"])
 
 
-def _alive(pid: int) -> bool:
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-@pytest.mark.slow
-def test_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = start(out, "--steps", "100000", "--workers", "1", *sets("checkpoint_every=5"))
-    until(process, lambda: len(metrics.read(out)) > 7)
-    left = children("ray::TrainerProcess", process.pid)
-    process.kill()
-    process.communicate()
-    wait_for(lambda: not any(_alive(pid) for pid in left))
-    done = len(metrics.read(out))
-    command = [*COMMAND, "train", "--resume", str(out), "--steps", str(done + 3), "--json"]
-    resumed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert resumed.returncode == 0, resumed.stderr
-    _check(json.loads(resumed.stdout), out)
-    assert [record["step"] for record in metrics.read(out)] == list(range(1, done + 4))
-    assert re.match(rf"continuing from the checkpoint of step \d+(; steps \d+ to {done} are repeated)?", resumed.stderr)
-
-
 @pytest.mark.slow
 def test_a_worker_that_keeps_dying_ends_the_run_with_one_line(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "--steps", "100000", "--workers", "1")
