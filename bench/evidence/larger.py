@@ -61,8 +61,8 @@ def _steps(
             syncs.append(_timed(lambda: subscriber.sync(live))[0])
     if not all(torch.equal(live[name], tensor) for name, tensor in weights.items()):
         raise AssertionError("the live weights are not those that were published")
-    fewest = (f"{min(found[2:]):.4f}" for found in (publishes, syncs))
-    return report.elements, codec, report.changes, report.patch_nbytes, *fewest
+    publish, sync = (f"{min(found[2:]):.4f}" for found in (publishes, syncs))
+    return report.elements, codec, report.changes, report.patch_nbytes, publish, sync
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T]:

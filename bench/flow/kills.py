@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.flow.recipe_runs import PATIENCE_S, Nodes, check, finish, kill, start, steps, until
-from tests.flow.runs import children, lives, wait_for
+from tests.flow.recipe_runs import Nodes, check, finish, kill, start, steps
+from tests.flow.runs import PATIENCE_S, children, lives, until, wait_for
 
 PROCESSES = ("RolloutProcess", "TrainerProcess", "DataflowProcess")
 SERVICES = (*PROCESSES, "driver")

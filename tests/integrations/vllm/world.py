@@ -41,8 +41,10 @@ def one_worker(rendezvous: Path) -> Iterator[None]:
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-    yield
-    cleanup_dist_env_and_memory()
+    try:
+        yield
+    finally:
+        cleanup_dist_env_and_memory()
 
 
 def tiny_model() -> tuple[Any, Any]:
