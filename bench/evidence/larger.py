@@ -1,14 +1,15 @@
 """Larger models, measured beside the planner: python -m bench.evidence.larger STORE > bench/evidence/larger.tsv
 
-A step of a history, of as many copies of its model as one of that size takes. Each is rolled by another distance, so
-that a compressor does not see what is alike. Processor time, of all threads: a publish (finding, coding, proving,
-putting into a directory) and a sync (fetching, decoding, proving, writing), fewer of two steps.
+The model of a run as often as one of that size takes, each copy a step later than the one before it. Processor time, of
+all threads: a publish (finding, coding, proving, putting into a directory) and a sync (fetching, decoding, proving,
+writing), fewer of two steps.
 """
 
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,43 +23,33 @@ T = TypeVar("T")
 
 KEPT = Path(__file__).with_name("larger.tsv")
 BASE, COPIES, ROUNDS = 100, (1, 2, 4, 8), 2  # the fourth version would have a skip patch
-ROLL = 7919  # elements, a prime
 CODECS: tuple[Literal["gap", "context"], ...] = ("gap", "context")
 COLUMNS = ("elements", "codec", "changes", "nbytes", "publish_s", "sync_s")
 
 
 def measure(store: str) -> None:
     """Print a line for each size and codec."""
-    subscriber = pulse.Subscriber(store)
-    states = []
-    for version in (BASE, BASE + 1):
-        states.append(subscriber.allocate())
-        subscriber.sync(states[-1], version=version)
     print(*COLUMNS, sep="\t")
     for copies in COPIES:
         for codec in CODECS:
-            print(*_steps(states, copies, codec), sep="\t", flush=True)
+            print(*_steps(store, copies, codec), sep="\t", flush=True)
 
 
-def _steps(
-    states: list[dict[str, torch.Tensor]], copies: int, codec: Literal["gap", "context"]
-) -> tuple[int, str, int, int, str, str]:
-    """To and fro between two states."""
-    weights = {
-        f"{copy}.{name}": torch.empty_like(tensor) for copy in range(copies) for name, tensor in states[0].items()
-    }
-    live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+def _steps(store: str, copies: int, codec: Literal["gap", "context"]) -> tuple[int, str, int, int, str, str]:
+    sources = [pulse.Subscriber(store) for _ in range(copies)]
+    models = [source.allocate() for source in sources]
+    weights = {f"{copy}.{name}": tensor for copy, model in enumerate(models) for name, tensor in model.items()}
     publishes, syncs = [], []
     with tempfile.TemporaryDirectory() as directory:
-        publisher = pulse.Publisher(directory, codec=codec)
-        subscriber = pulse.Subscriber(directory)
+        publisher, subscriber = pulse.Publisher(directory, codec=codec), pulse.Subscriber(directory)
+        live: dict[str, torch.Tensor] = {}
         for version in range(ROUNDS + 2):  # an anchor, and a step that compiles
-            for name, tensor in weights.items():
-                copy, _, original = name.partition(".")
-                tensor.copy_(states[version % 2][original].roll(ROLL * int(copy)))
+            for copy, (source, model) in enumerate(zip(sources, models, strict=True)):
+                source.sync(model, version=BASE + copy + version)
             took, report = _timed(lambda: publisher.publish(weights))
             publishes.append(took)
-            syncs.append(_timed(lambda: subscriber.sync(live))[0])
+            live = live or subscriber.allocate()
+            syncs.append(_timed(partial(subscriber.sync, live))[0])
     if not all(torch.equal(live[name], tensor) for name, tensor in weights.items()):
         raise AssertionError("the live weights are not those that were published")
     publish, sync = (f"{min(found[2:]):.4f}" for found in (publishes, syncs))
