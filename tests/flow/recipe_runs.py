@@ -116,7 +116,7 @@ def check(summary: dict[str, Any], out: Path) -> None:
         head = pulse.History(pulse.open_store(out / "store" if only else out / "store" / name)).head()
         assert head is not None
         assert (head.version, head.digest) == (policy["trainer_version"], policy["trainer_digest"])
-        for worker in held:  # a view has a digest of its own
+        for worker in held:  # a view's digest is not that of the weights
             digest = head.views[worker["view"]].digest if worker["view"] else head.digest
             assert (worker["version"], worker["digest"]) == (head.version, digest)
         records = metrics.read(out if only else files(out, name))

@@ -112,7 +112,7 @@ class Relay:
     def stage(self, version: int) -> EngineState:
         """Bring the weights to a version, proved. Raises EngineError."""
         subscriber, held = self._subscriber, self._publisher.version
-        assert subscriber is not None  # it was told what to follow
+        assert subscriber is not None  # `follow` has opened it
         with self._failing("stage"):
             if held is not None and version < held:
                 raise IntegrityError(

@@ -66,11 +66,10 @@ class Remote:
             except ray.exceptions.RayTaskError as error:
                 raise _raised(error) from error
             except gone as error:
-                memory = _of_memory(error)
-                why = f"process died ({OF_MEMORY if memory else CAUSES})"
                 if getattr(error, "actor_init_failed", False):  # Ray's text ends with the exception
-                    why = f"process could not start: {str(error).strip().splitlines()[-1].strip()}"
-                raise ProcessDiedError(f"the {self._name}'s {why}", process=self._name, memory=memory) from None
+                    why = f"the {self._name}'s process could not start: {str(error).strip().splitlines()[-1].strip()}"
+                    raise ProcessDiedError(why, process=self._name) from None
+                raise _died(f"the {self._name}", self._name, error) from None
 
         return call
 
@@ -86,11 +85,13 @@ def _deaths() -> tuple[type[Exception], ...]:
     return (ray.exceptions.RayActorError, *of_nodes)
 
 
-def _of_memory(error: Exception) -> bool:
-    """Whether Ray has killed the process as its node's memory ran out."""
+def _died(who: str, process: str, error: Exception) -> ProcessDiedError:
+    """That a process has died, and why, as far as Ray's error tells."""
     import ray
 
-    return isinstance(error, ray.exceptions.OutOfMemoryError)
+    memory = isinstance(error, ray.exceptions.OutOfMemoryError)
+    why = OF_MEMORY if memory else CAUSES
+    return ProcessDiedError(f"{who}'s process died ({why})", process=process, memory=memory)
 
 
 def _raised(error: Any) -> Exception:
@@ -160,9 +161,7 @@ class ProcessHandle:
             # A process that is only unreachable must not continue next to its replacement.
             with suppress(Exception):
                 ray.kill(self._actor)
-            memory = _of_memory(error)
-            why = f"{self._name}'s process died ({OF_MEMORY if memory else CAUSES})"
-            raise ProcessDiedError(why, process=self._name, memory=memory) from None
+            raise _died(self._name, self._name, error) from None
 
 
 _handles: WeakSet[ProcessHandle] = WeakSet()  # those not closed: which node has how many

@@ -37,7 +37,7 @@ class ViewFormat:
 
     @property
     def has_global(self) -> bool:
-        """Whether matrices have a scale of their own, which those of their blocks are multiplied by."""
+        """Whether each matrix has a global scale, by which the scales of its blocks are multiplied."""
         return self.key.kind == "nv"
 
     @property

@@ -58,7 +58,7 @@ class RuleTable(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str, scales: NDArray[Any], factors: NDArray[Any], how: int) -> "RuleTable":
-        """scales, factors: (32768,) of each magnitude. NaN and infinities have scales of their own."""
+        """scales, factors: (32768,) of each magnitude. Each NaN and infinity has a separate scale."""
         if scales.dtype.kind == "f":
             scales = scales.astype(np.float32).view(UINTS[4])
         _, numbers = np.unique(scales[:INFINITY], return_inverse=True)
