@@ -21,7 +21,7 @@ from pulse_rl.sync.publish.encoding import Encoder
 from pulse_rl.sync.publish.intake import Given, Request
 from pulse_rl.sync.publish.line import Line
 from pulse_rl.sync.publish.position import Position
-from pulse_rl.sync.shares import Share, SharePlan, share_of
+from pulse_rl.sync.shares import Share, share_of
 from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.views.formats import ViewFormat
@@ -36,6 +36,7 @@ class _Codes(NamedTuple):
 
     quantised: Quantised
     source: Layout
+    share: Share  # what this rank holds of them
 
 
 class ViewLine:
@@ -52,7 +53,6 @@ class ViewLine:
         self.name, self._form, self._view, self._ranks = name, repr(view), view, ranks
         delivery = Delivery(history, None, ranks)
         self._line = Line(ranks, Position(delivery, ranks, "host"), Encoder(codec, ranks), delivery, anchor_every)
-        self._plan: SharePlan | None = None
         self._codes: _Codes | None = None
         self._attempt: tuple[Attempt, _Codes] | None = None
 
@@ -69,27 +69,23 @@ class ViewLine:
         """Quantise a version that the baseline holds, code it as the view's next, and move the view. A collective."""
         held, self._codes = self._codes, None
         fresh = held is None or held.source is not version.tensors
-        codes = held if held and not fresh else self._ranks.do("look at a view", lambda: self._made(version))
-        share = self._plan_share(codes.quantised.layout)
+        codes = held if held and not fresh else self._made(version.tensors)
         before, anchored = version.start.head, version.manifest.anchor_sequence == version.manifest.sequence
         head = before.of(self.name) if before is not None else None
         token = blake3(f"{version.start.token} {self.name}".encode()).hexdigest(8)
         start = VersionStart(version.start.sequence, token, version.start.bandwidth, head, None)
-        start = self._line.position.continue_from(start, share, skip_rebuild=version.base is None)
+        start = self._line.position.continue_from(start, codes.share, skip_rebuild=version.base is None)
         known = self._ranks.do("quantise", lambda: _follow(codes, version, start, fresh=fresh))
         request = Request(None, version.manifest.version, anchored, False, None, None, None, None)
-        given = Given(share, self._files(version), None)
+        given = Given(codes.share, self._files(version), None)
         attempt = self._line.find(start, given, request, version.clock, known)
         self._attempt = attempt, codes
         return InView(self._form, self._line.delivery, self._line.advance(attempt))
 
-    def _made(self, version: Attempt) -> _Codes:
-        return _Codes(Quantised(self._view, version.tensors, whole=self._ranks.size == 1), version.tensors)
-
-    def _plan_share(self, layout: Layout) -> Share:
-        share = share_of(self._ranks, layout, self._plan)
-        self._plan = share.plan
-        return share
+    def _made(self, source: Layout) -> _Codes:
+        alone = self._ranks.size == 1
+        quantised = self._ranks.do("look at a view", lambda: Quantised(self._view, source, whole=alone))
+        return _Codes(quantised, source, share_of(self._ranks, quantised.layout))
 
     def _files(self, version: Attempt) -> Mapping[str, bytes]:
         """The small files of an anchor: the version's, with a config.json that says how the weights are quantised."""
