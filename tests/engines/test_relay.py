@@ -17,7 +17,7 @@ from pulse_rl.engines.follow import Driver, Manner
 from pulse_rl.engines.relay import Relay
 from pulse_rl.engines.states import Follow
 from pulse_rl.errors import EngineError
-from pulse_rl.weights.views.view import View
+from pulse_rl.weights.views.view import View, view_of
 
 VIEW = pulse.Fp8(block="channel", rule="vllm")
 FORM = "fp8=Fp8(block='channel', rule='vllm')"
@@ -156,6 +156,20 @@ def test_a_command_that_is_killed_at_a_write_loses_nothing(tmp_path: Path) -> No
     assert pulse.verify(target).ok
 
 
+def test_a_relay_keeps_as_many_versions_as_it_is_told(tmp_path: Path) -> None:
+    """Of its own store: those before the newest anchor go, and each view goes with them."""
+    trainer, target = Trainer(tmp_path / "source"), tmp_path / "target"
+    relay = Relay(str(target), {"fp8": VIEW}, retain=2, grace=0.0)
+    for version in range(53):  # an anchor comes every 50 versions
+        trainer.publish(version)
+        if not version:
+            relay.follow(str(tmp_path / "source"))
+        relay.stage(version)
+        relay.apply(version)
+    check(trainer, target, [50, 51, 52])
+    assert pulse.verify(target).ok
+
+
 @pytest.mark.parametrize(
     ("form", "words"),
     [("fp8", "expected NAME=FORM"), ("fp8=Fp9()", "expected one of"), ("fp8=Fp8(block='row')", "found 'row'")],
@@ -169,10 +183,8 @@ def test_a_form_that_is_none_is_a_bad_command_line(form: str, words: str, tmp_pa
 
 
 def test_every_kind_of_view_can_be_named() -> None:
-    from pulse_rl.cli.relay import _view
-
     needed: dict[type[View], dict[str, Any]] = {pulse.Fp4: {"format": "nvfp4"}}
     for kind in View.__subclasses__():
         made = kind(**needed.get(kind, {}))
-        assert _view(f"x={made!r}") == ("x", made)
-    assert _view(FORM) == ("fp8", VIEW)
+        assert view_of(f"x={made!r}") == ("x", made)
+    assert view_of(FORM) == ("fp8", VIEW)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +11,6 @@ from pulse_rl.cli.follow import drive, open_history
 from pulse_rl.cli.metrics import Metrics, Track
 from pulse_rl.cli.output import AsJson, PublicKeyFile
 from pulse_rl.cli.stores import StoreTarget
-
-if TYPE_CHECKING:
-    from pulse_rl import Fp4, Fp8, Int8
 
 
 def relay(
@@ -30,6 +26,20 @@ def relay(
             show_default=False,
         ),
     ] = None,
+    retain: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Keep at least this many of the newest versions in DST; without it, all.", show_default=False
+        ),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --retain, keep every N-th anchor permanently.", show_default=False),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="As of `pulse-rl prune`, with --retain."),
+    ] = 3600.0,
     public_key: PublicKeyFile = None,
     sign_with: Annotated[
         str | None, typer.Option(metavar="PEM", help="Ed25519 private key to sign DST by.", show_default=False)
@@ -65,12 +75,13 @@ def relay(
     from pulse_rl.engines.follow import Manner
     from pulse_rl.engines.relay import Relay
     from pulse_rl.engines.states import Follow
+    from pulse_rl.weights.views.view import view_of
 
     with output.checking():
-        views = dict(map(_view, view or []))
+        views = dict(view_of(text) for text in view or [])
     history, place = open_history(source, public_key)
     with output.checking():
-        made = Relay(absolute(target), views, sign_with=sign_with)
+        made = Relay(absolute(target), views, sign_with=sign_with, retain=retain, keep_every=keep_every, grace=grace)
         if made.url == history.store.url:
             raise ValueError(f"DST: expected another store than the one that is followed, found {made.url} twice")
     wanted = Follow(store=absolute(place), public_key=public_key, heartbeat=heartbeat, patience=0)
@@ -85,22 +96,3 @@ def relay(
         track=track,
         as_json=as_json,
     )
-
-
-def _view(text: str) -> tuple[str, Fp4 | Fp8 | Int8]:
-    """A view by its name, from text as "fp8=Fp8(block='channel', rule='vllm')". Raises ValueError."""
-    import pulse_rl
-
-    name, _, form = text.partition("=")
-    kinds = {kind.__name__: kind for kind in (pulse_rl.Fp8, pulse_rl.Fp4, pulse_rl.Int8)}
-    try:
-        call = ast.parse(form.strip().removeprefix("pulse."), mode="eval").body
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
-            raise SyntaxError
-        if (kind := kinds.get(call.func.id)) is None:
-            raise ValueError(f"expected one of {', '.join(kinds)}, found {call.func.id!r}")
-        return name, kind(**{str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
-    except SyntaxError:
-        raise ValueError(f"--view: expected NAME=FORM with settings by name, as fp8=Fp8(), found {text!r}") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--view {text}: {error}") from None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pulse_rl.engines.states import During, EngineReport, EngineState, Follow, PauseMode, failed, failure_of
 from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError
 from pulse_rl.history.assets import read_assets
+from pulse_rl.history.operate.prune import GRACE_S
 from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.subscribe.subscriber import Subscriber
 from pulse_rl.sync.subscribe.sync import SyncReport
@@ -28,12 +29,23 @@ class Relay:
     Versions that appear while it is at work on another one are passed over, but for the newest. Memory: the weights
     twice, and what a Publisher with such views has.
 
-    target: the URL or path of the store. views: to publish beside the weights. sign_with: as in `Publisher`.
-    Raises ValueError as `Publisher`.
+    target: the URL or path of the store. views: to publish beside the weights. sign_with, retain, keep_every, grace: as
+    in `Publisher`. Raises ValueError as `Publisher`.
     """
 
-    def __init__(self, target: str, views: Mapping[str, View], *, sign_with: str | None = None) -> None:
-        self._publisher = Publisher(target, views=views, sign_with=sign_with, patience=0)
+    def __init__(
+        self,
+        target: str,
+        views: Mapping[str, View],
+        *,
+        sign_with: str | None = None,
+        retain: int | None = None,
+        keep_every: int | None = None,
+        grace: float = GRACE_S,
+    ) -> None:
+        self._publisher = Publisher(
+            target, views=views, sign_with=sign_with, retain=retain, keep_every=keep_every, grace=grace, patience=0
+        )
         self.url = self._publisher.history.store.url
         self._follow: Follow | None = None
         self._subscriber: Subscriber | None = None

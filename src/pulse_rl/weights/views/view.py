@@ -1,5 +1,6 @@
 """What a view is, as a user says it: which tensors are quantised, in which blocks and by which rule."""
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -142,3 +143,20 @@ class Fp4(View):
         """Its rule among RULES."""
         mx = self.format == "mxfp4"
         return RuleKey("compressed-tensors", "mx" if mx else "nv", mx, "fp4")
+
+
+def view_of(text: str) -> tuple[str, View]:
+    """A view by its name, from text as "fp8=Fp8(block='channel', rule='vllm')". Raises ValueError."""
+    name, _, form = text.partition("=")
+    kinds: dict[str, type[View]] = {kind.__name__: kind for kind in (Fp8, Fp4, Int8)}
+    try:
+        call = ast.parse(form.strip().removeprefix("pulse."), mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
+            raise SyntaxError
+        if (kind := kinds.get(call.func.id)) is None:
+            raise ValueError(f"expected one of {', '.join(kinds)}, found {call.func.id!r}")
+        return name, kind(**{str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
+    except SyntaxError:
+        raise ValueError(f"expected NAME=FORM with settings by name, as fp8=Fp8(), found {text!r}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text}: {error}") from None
