@@ -1,7 +1,9 @@
 """What the driver of a run decides, without processes."""
 
 import json
+import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -165,6 +167,27 @@ def test_every_error_that_ends_a_run_says_how_to_go_on(kind: type[Exception], tm
     with pytest.raises(kind) as found, run._on_failure(Recipe(out=str(tmp_path / "run"))):
         raise kind("wrong")
     assert "start again" in found.value.__notes__[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "says"),
+    [
+        ("qwen3_moe", {"num_experts": 4}, "pools[0].view: expected none"),
+        ("mixtral", {"num_local_experts": 4}, "pools[0].view: expected none"),
+        ("llama", {}, ""),
+    ],
+)
+def test_a_view_that_vllm_cannot_follow_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counts: dict[str, int], says: str
+) -> None:
+    """Of a model with experts, by its configuration alone: the engine would refuse it after trainers have begun."""
+    monkeypatch.setattr(run, "require", lambda *_: None)  # vLLM need not be here
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind, **counts}))
+    sets = [f"model={tmp_path / 'model'}", f"out={tmp_path / 'run'}", "pools.worker.kind=vllm", "pools.worker.view=fp8"]
+    with pytest.raises(ValueError, match=re.escape(says)) if says else nullcontext():
+        run.prepare(recipe_file.load("math", sets))
+    assert (tmp_path / "run").exists() == (not says)
 
 
 def test_a_new_run_leaves_the_history_of_another_alone(tmp_path: Path) -> None:

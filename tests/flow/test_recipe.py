@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -75,6 +76,7 @@ def test_set_changes_one_value(text: str, read: Callable[[Recipe], bool]) -> Non
         ((), Plugin("grpo")),
         (("pools.worker.view=fp8",), Plugin("tis")),
         (("pools.worker.view=fp8", "pools.worker.kind=vllm"), Plugin("tis")),
+        (("pools.worker.view=int8=Int8()",), Plugin("tis")),
         (("pools.worker.view=fp8", "loss=grpo"), Plugin("grpo")),
         (("pools.worker.view=fp8", "loss.clip=0.1"), Plugin("grpo", {"clip": 0.1})),
     ],
@@ -85,6 +87,34 @@ def test_a_policy_that_is_sampled_with_a_view_is_corrected_unless_a_loss_is_name
     recipe = _load("math", *sets)
     assert [policy.loss for policy in recipe.policies.values()] == [loss]
     assert recipe_file.to_document(recipe)["policies"]["solver"]["loss"] == loss.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("form", "taken"),
+    [
+        ("fp8", True),
+        ("fp8=Fp8(block='channel', rule='vllm', scales='sticky')", True),
+        ("eight=Fp8(block=(1, 32), rule='vllm')", True),
+        ("int8=Int8()", False),
+        ("four=Fp4(format='mxfp4')", False),
+        ("fp8=Fp8(block='channel', rule='compressed-tensors')", False),
+        ("fp8=Fp8()", False),
+    ],
+)
+def test_pools_of_vllm_take_the_forms_that_it_follows_in_place(form: str, taken: bool) -> None:
+    """And those of the built-in model all of them."""
+    assert _load("math", f"pools.worker.view={form}").pools[0].view_name == form.partition("=")[0]
+    expected = (
+        nullcontext() if taken else pytest.raises(ValueError, match=r"pools\[0\].view: .* kind = .builtin. samples")
+    )
+    with expected:
+        _load("math", f"pools.worker.view={form}", "pools.worker.kind=vllm")
+
+
+def test_two_pools_with_a_view_of_one_name_have_one_form() -> None:
+    pools = [PoolRecipe(name=name, view=view) for name, view in (("near", "fp8"), ("far", "fp8=Fp8()"))]
+    with pytest.raises(ValueError, match=r"pools\[1\].view: expected .*channel.*, as 'fp8' is in another pool, found"):
+        check(msgspec.structs.replace(_load("math"), pools=pools))
 
 
 # What is set, and what the sentence must hold: the key, what was expected, what was found.
@@ -150,7 +180,8 @@ BAD = [
     ("curator=drop_solved", ["curator: 'drop_solved' needs its setting 'problems'"]),
     ("pools=3", ["pools: expected tables [[pools]], found 3"]),
     ("pools.far.workers=1", ["--set pools.far.workers=1: expected one of worker, found 'far'"]),
-    ("pools.worker.view=int4", ["pools[0].view: expected fp8, found 'int4'"]),
+    ("pools.worker.view=int4", ["pools[0].view: expected NAME=FORM with settings by name", "found 'int4'"]),
+    ("pools.worker.view=x=Fp8(block='row')", ["pools[0].view: x=Fp8(block='row'): block: expected", "'row'"]),
     ("pools.worker.workers=0", ["pools: expected at least one worker"]),
     ("pools.worker.kind=sglang", ["pools[0].kind: expected builtin or vllm, found 'sglang'"]),
     ('pools.worker.policies=["solvers"]', ["pools[0].policies", "'solvers'", "did you mean solver?"]),

@@ -21,13 +21,17 @@ from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Policy, Rewards
-from pulse_rl.flow.quantised import VIEWS, dequantise, views_of
+from pulse_rl.flow.quantised import dequantise, views_of
 from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.rollout import worker
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
 from pulse_rl.flow.rollout.worker import RolloutWorker
 from pulse_rl.flow.samples import PolicyBatch, Turn
+from pulse_rl.weights.views.formats import ViewFormat
+from pulse_rl.weights.views.view import View
 from tests.flow.runs import wait_for
+
+FP8 = pulse.Fp8(block="channel", rule="vllm")
 
 
 class Odd:
@@ -62,7 +66,7 @@ class World:
         staleness: int = 1,
         sync: Literal["patch", "full"] = "patch",
         timeout_s: float = 1800.0,
-        view: Literal["fp8"] | None = None,
+        view: str | None = None,
         **settings: int,
     ) -> None:
         self.recipe = Recipe(
@@ -201,12 +205,12 @@ def test_a_worker_samples_with_the_codes_and_scales_of_a_view(tmp_path: Path) ->
             assert world.held["digest"] == history.find(version).views["fp8"].digest != world.publisher.digest
         assert world.pull().groups
     assert world.result["policies"]["solver"]["verified"]
-    settings = SamplerSettings(world.recipe.store_url("solver"), view="fp8")
+    settings = SamplerSettings(world.recipe.store_url("solver"), view="fp8", form=FP8)
     sampler = BuiltinSampler("near-1", settings, model.assets(world._loaded))
     for version in range(3):
         digest = sampler.follow(version).digest
         weights = subscriber_bits(world, version)
-        made = pulse.Quantised(VIEWS["fp8"], weights).look()
+        made = pulse.Quantised(FP8, weights).look()
         assert digest == pulse.digest(dict(made)) == history.find(version).views["fp8"].digest
         quantised = 0
         for name, parameter in sampler._model.named_parameters():
@@ -229,17 +233,60 @@ def subscriber_bits(world: World, version: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_what_codes_stand_for_is_each_code_times_the_scale_of_its_row() -> None:
-    weights = {"mlp.experts.up": torch.randn(2, 130, 300).bfloat16()}
-    view = pulse.Quantised(VIEWS["fp8"], weights).look()
-    held, by = (view[f"mlp.experts.up{end}"] for end in ("", "_scale"))
-    codes = torch.from_numpy(held.read(0, held.size).copy()).view(torch.float8_e4m3fn).reshape(2, 130, 300)
-    scales = torch.from_numpy(by.read(0, by.size).view(np.float32).copy()).reshape(2, 130, 1)
-    found = dequantise(codes, scales)
-    for expert, row, column in [(0, 0, 0), (1, 127, 299), (0, 128, 127), (1, 129, 128), (0, 5, 256)]:
-        scale = scales[expert, row, 0]
-        assert found[expert, row, column] == (codes[expert, row, column].float() * scale).bfloat16()
-    torch.testing.assert_close(found.float(), weights["mlp.experts.up"].float(), rtol=0.07, atol=0.01)
+def naive_float(byte: int, exponents: int, mantissas: int) -> float:
+    """What the bits of a float without infinities stand for: a sign, an exponent, a mantissa."""
+    bias, fraction = 2 ** (exponents - 1) - 1, byte & (2**mantissas - 1)
+    exponent, sign = byte >> mantissas & (2**exponents - 1), -1 if byte >> (exponents + mantissas) else 1
+    return sign * (fraction / 2**mantissas + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
+
+
+@pytest.mark.parametrize(
+    ("form", "block"),
+    [
+        (pulse.Fp8(), (128, 128)),
+        (pulse.Fp8(rule="transformers", ue8m0=True), (128, 128)),
+        (pulse.Fp8(rule="compressed-tensors"), (128, 128)),
+        (FP8, (1, 320)),
+        (pulse.Fp8(block="tensor", rule="vllm"), (130, 320)),
+        (pulse.Fp8(block="tensor", rule="transformers"), (130, 320)),
+        (pulse.Fp8(block=(1, 32), rule="vllm"), (1, 32)),
+        (pulse.Int8(), (1, 320)),
+        (pulse.Fp4(format="mxfp4"), (1, 32)),
+        (pulse.Fp4(format="nvfp4"), (1, 16)),
+    ],
+    ids=lambda one: getattr(one, "key", None) and "-".join(map(str, one.key)),
+)
+def test_what_codes_stand_for_is_each_code_times_its_scale(form: View, block: tuple[int, int]) -> None:
+    """Of a stack of matrices, against the bytes taken one by one in plain Python."""
+    name, (count, height, width) = "mlp.experts.up", (2, 130, 320)
+    weights = {name: torch.randn(count, height, width).bfloat16()}
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+    kinds |= {"F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+    tensors = {
+        key: torch.from_numpy(bits.read(0, bits.size).copy()).view(kinds[bits.dtype]).reshape(bits.shape)
+        for key, bits in pulse.Quantised(form, weights).look().items()
+    }
+    made = ViewFormat(form)
+    found = dequantise(name, tensors, made)
+    codes, scales, *overall = (tensors[key] for key in made.tensors(name, weights[name].shape))
+    assert found.shape == weights[name].shape
+    across = -(-width // block[1])
+    for expert, row, column in [(0, 0, 0), (1, 127, 319), (0, 128, 127), (1, 129, 128), (0, 5, 257)]:
+        flat = (expert * height + row) * width + column
+        if form.key.codes == "fp4":
+            value = naive_float(int(codes.flatten()[flat // 2]) >> 4 * (column % 2) & 15, 2, 1)
+        elif form.key.codes == "int8":
+            value = int(codes.flatten()[flat])
+        else:
+            value = naive_float(int(codes.view(torch.uint8).flatten()[flat]), 4, 3)
+        at = (expert * -(-height // block[0]) + row // block[0]) * across + column // block[1]
+        scale = scales.flatten()[at]
+        power = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        factor = torch.tensor(2.0 ** (int(scale.view(torch.uint8)) - 127)) if power else scale.float()
+        factor = factor / overall[0].flatten()[expert] if overall else factor
+        assert found[expert, row, column] == (torch.tensor(float(value)) * factor).bfloat16(), (expert, row, column)
+    off = (found.float() - weights[name].float()).abs().mean() / weights[name].float().abs().mean()
+    assert 0 < off < (0.2 if form.key.codes == "fp4" else 0.05)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

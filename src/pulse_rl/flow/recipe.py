@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,10 @@ from pulse_rl.flow.playing import tools, workflow
 from pulse_rl.flow.registry import Plugin
 from pulse_rl.flow.rounds import round_end
 
+if TYPE_CHECKING:
+    from pulse_rl.weights.views.view import View
+
+VIEWS = {"fp8": "fp8=Fp8(block='channel', rule='vllm')"}  # which name alone says the form
 _GRPO = Plugin("grpo")
 _ALL = Plugin("all")
 
@@ -129,7 +133,20 @@ class PoolRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     region: str = ""  # where they are, for reports and placement
     threads: Processes = 1  # torch threads of each worker
     interrupt: bool = False  # whether sampling stops when a version arrives, and goes on under it
-    view: Literal["fp8"] | None = None  # the quantised view that they follow and sample with; None: the weights
+    # The quantised view that they follow and sample with: "fp8", or as "int8=Int8()"; None: the weights.
+    view: str | None = None
+
+    @property
+    def view_name(self) -> str | None:
+        """The name of its view."""
+        return self.view.partition("=")[0] if self.view is not None else None
+
+    @property
+    def quantised(self) -> "tuple[str, View] | None":
+        """The name and the form of its view. Raises ValueError for text that is none."""
+        from pulse_rl.weights.views.view import view_of
+
+        return view_of(VIEWS.get(self.view, self.view)) if self.view is not None else None
 
 
 class AutoscaleRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -327,12 +344,33 @@ def _check_elastic(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
         )
 
 
+def _check_view(key: str, pool: PoolRecipe, forms: "dict[str, View]") -> None:
+    """forms: of the views so far, by name, to which this one's is added."""
+    try:
+        found = pool.quantised
+    except ValueError as error:
+        raise ValueError(f"{key}.view: {error}") from None
+    if found is None:
+        return
+    name, form = found
+    if forms.setdefault(name, form) != form:
+        raise ValueError(f"{key}.view: expected {forms[name]}, as {name!r} is in another pool, found {form}")
+    _, kind, _, codes = form.key
+    if pool.kind == "vllm" and form.key[:2] != ("vllm", "channel") and (kind, codes) != ("mx", "fp8"):
+        raise ValueError(
+            f'{key}.view: expected FP8 by rows, {VIEWS["fp8"]!r}, or MXFP8 with kind = "vllm", which follows no '
+            f'other form in place, found {pool.view!r}; kind = "builtin" samples with any'
+        )
+
+
 def _check_pools(recipe: Recipe) -> None:
     if not recipe.pools:
         raise ValueError("pools: expected at least one table [[pools]], found none")
     _unique("pools", [pool.name for pool in recipe.pools])
+    forms: dict[str, View] = {}
     for number, pool in enumerate(recipe.pools):
         key = f"pools[{number}]"
+        _check_view(key, pool, forms)
         _plain_name(f"{key}.name", pool.name)
         for name in pool.policies:
             if name not in recipe.policies:

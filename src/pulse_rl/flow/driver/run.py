@@ -90,8 +90,14 @@ def resume(directory: Path, sets: Sequence[str] = ()) -> Recipe:
 
 
 def _check(recipe: Recipe) -> None:
-    for policy in recipe.policies.values():
-        model_name.require_config(policy.model)
+    configs = {name: model_name.require_config(policy.model) for name, policy in recipe.policies.items()}
+    for number, pool in enumerate(recipe.pools):
+        experts = [name for name in recipe.held_by(pool) if model_name.has_experts(configs[name])]
+        if pool.kind == "vllm" and pool.view and experts:
+            raise ValueError(
+                f'pools[{number}].view: expected none with kind = "vllm" for a model with experts, whose quantised '
+                f'weights vLLM repacks, found {pool.view!r} for policies.{experts[0]}: kind = "builtin" samples with it'
+            )
     if recipe.address is None and any(pool.kind == "vllm" for pool in recipe.pools):
         require("vllm", "vllm")
     if any(policy.elastic for policy in recipe.policies.values()):

@@ -65,7 +65,7 @@ def _policy(
     status: Mapping[str, Any],
 ) -> dict[str, Any]:
     given = recipe.policies[name]
-    views = {pool.name: pool.view for pool in recipe.pools}
+    views = {pool.name: pool.view_name for pool in recipe.pools}
     sent = [record["patch_nbytes"] for record in records]
     full = records[-1]["full_nbytes"] if records else 0
     counted = status["policies"].get(name, {})

@@ -10,6 +10,8 @@ import torch
 from pulse_rl import Staged, Subscriber
 from pulse_rl.flow import model, policy, quantised
 from pulse_rl.watch.measurements import phases_of
+from pulse_rl.weights.views.formats import ViewFormat
+from pulse_rl.weights.views.view import View
 
 
 class SamplerSettings(NamedTuple):
@@ -23,6 +25,7 @@ class SamplerSettings(NamedTuple):
     sync: str = "patch"  # or "full": a full checkpoint per version
     seed: int = 0
     view: str | None = None  # which is followed in place of the weights
+    form: View | None = None  # its form
 
 
 class Reached(NamedTuple):
@@ -79,7 +82,7 @@ class BuiltinSampler:
         stops = policy.stop_tokens(self.tokenizer)
         self.subscriber = Subscriber(config.store_url, heartbeat=name, view=config.view)
         # What follows the history: the model, or the codes and scales that its weights are made of.
-        self._live: Any = self._model if config.view is None else self.subscriber.allocate()
+        self._live: Any = self._model if config.form is None else self.subscriber.allocate()
         self._how = policy.How(config.group_size, config.max_new_tokens, config.temperature, stops)
         self._staged: Staged | None = None
 
@@ -105,8 +108,8 @@ class BuiltinSampler:
         else:
             self._drop_staged()
             report = self.subscriber.sync(self._live, version=version)
-        if self._config.view is not None:
-            quantised.write(self._live, self._model)
+        if self._config.form is not None:
+            quantised.write(self._live, ViewFormat(self._config.form), self._model)
         # After an anchor, sync itself has just computed this digest from the live bits.
         from_anchor = report.route == "anchor"
         digest = report.digest if from_anchor else self.verify()

@@ -155,7 +155,7 @@ class RolloutWorker:
         return True
 
     def _sampler(self, policy: str) -> Sampler:
-        recipe = self._recipe
+        recipe, (view, form) = self._recipe, self._pool.quantised or (None, None)
         settings = SamplerSettings(
             store_url=recipe.store_url(policy),
             group_size=recipe.workflow.group_size,
@@ -164,7 +164,8 @@ class RolloutWorker:
             threads=self._pool.threads,
             sync=recipe.policies[policy].sync,
             seed=recipe.seed,
-            view=self._pool.view,
+            view=view,
+            form=form,
         )
         with tempfile.TemporaryDirectory() as scratch:
             found = load_assets(settings.store_url, Path(scratch), view=settings.view)

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pulse_rl import Fp8, Publisher, PublishReport, digest
+from pulse_rl import Publisher, PublishReport, digest
 from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.sharded import shared_digest
 from pulse_rl.group.collectives import Group
 from pulse_rl.weights.layout import layout
+from pulse_rl.weights.views.view import View
 
 CAST = "bfloat16"  # the dtype that rollout workers hold
 
@@ -28,7 +29,7 @@ class PolicyHistory:
     """
 
     def __init__(
-        self, policy: PolicyRecipe, url: str, assets: dict[str, bytes], views: Mapping[str, Fp8], *, resumed: bool
+        self, policy: PolicyRecipe, url: str, assets: dict[str, bytes], views: Mapping[str, View], *, resumed: bool
     ) -> None:
         self.newest = 0  # the newest version published
         self._policy = policy
