@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pulse_rl.flow import metrics
 from tests.flow.runs import COMMAND, PATIENCE_S, children, sets
 
@@ -120,6 +122,8 @@ def check(summary: dict[str, Any], out: Path) -> None:
             digest = head.views[worker["view"]].digest if worker["view"] else head.digest
             assert (worker["version"], worker["digest"]) == (head.version, digest)
         records = metrics.read(out if only else files(out, name))
+        views = [msgspec.structs.asdict(view) for view in head.view_infos]
+        assert not records or records[-1]["views"] == views
         assert [record["step"] for record in records] == ends(policy)
 
 

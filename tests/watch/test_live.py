@@ -215,6 +215,19 @@ def test_a_store_shows_the_views_of_its_newest_version_with_their_bytes(tmp_path
         assert re.search(rf">{re.escape(nbytes(64 * 256 + 64 * 4))}</td>.*>{re.escape(size)}</td>", shown, re.S)
 
 
+def test_a_run_shows_the_bytes_of_views_beside_those_of_the_weights(tmp_path: Path) -> None:
+    """In the words of a store's page, and each version's in the plot; the first has no patch of a view."""
+    run, view = MadeRun(tmp_path), {"name": "rows", "form": "Int8()", "full_nbytes": 1000}
+    for size in (0, 30, 40):
+        run.publish(1, views=[view | {"patch_nbytes": size}])
+    blocks = RunSource(tmp_path).look().blocks
+    (table,) = (block.html for block in blocks if "Views of the newest version" in block.html)
+    assert re.findall("<td[^>]*>(?:<span>)?([^<]*)<", table) == ["rows", "Int8()", nbytes(1000), nbytes(40)]
+    (patches,) = (block.spec for block in blocks if block.spec and "Bytes of a patch" in block.html)
+    drawn = [(row["series"], row["x"], row["y"]) for row in patches["data"]["values"]]
+    assert drawn == [*(("patch", step, 100) for step in (1, 2, 3)), ("view rows", 2, 30), ("view rows", 3, 40)]
+
+
 def test_a_run_that_is_cut_back_is_drawn_anew(tmp_path: Path) -> None:
     from pulse_rl.flow import metrics
 

@@ -6,6 +6,8 @@ versions, the looks between read the newest version alone.
 
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -117,8 +119,7 @@ class StoreSource:
             )
         )
         if info.views:
-            rows = [[one.name, one.form, nbytes(one.full_nbytes), _patch(one.patch_nbytes)] for one in info.views]
-            page.table("Views of the newest version", ("view", "form", "bytes", "of its patch"), rows)
+            views_table(page, map(msgspec.structs.asdict, info.views))
         if info.subscribers:
             page.table(
                 f"Subscribers, read {seconds(max(0.0, time.time() - self._all.made))} ago",
@@ -158,6 +159,8 @@ class StoreSource:
         return page
 
 
-def _patch(size: int) -> str:
-    """Bytes of a patch; a version may have none."""
-    return nbytes(size) if size else "–"
+def views_table(page: Page, views: Iterable[Mapping[str, Any]]) -> None:
+    """Add a table of a version's views. views: each as the fields of a ViewInfo; it may have no patch."""
+    found = [(one["name"], one["form"], nbytes(one["full_nbytes"]), one["patch_nbytes"]) for one in views]
+    rows = [[*about, nbytes(patch) if patch else "–"] for *about, patch in found]
+    page.table("Views of the newest version", ("view", "form", "bytes", "of its patch"), rows)

@@ -88,6 +88,7 @@ class Series:
         self.last: dict[str, Any] = {}
         self._columns: dict[str, array[float]] = {}
         self._lags: dict[str, list[tuple[float, float]]] = {}
+        self._views: dict[str, list[tuple[float, float]]] = {}  # bytes of their patches
         for record in records:
             self.add(record)
 
@@ -96,6 +97,9 @@ class Series:
         self.last = record
         for name, value in _kept(record).items():
             self._columns.setdefault(name, array("d")).append(value)
+        for view in record.get("views", ()):
+            if view["patch_nbytes"]:
+                self._views.setdefault(view["name"], []).append((record["step"], view["patch_nbytes"]))
         if len(self._lags) <= LINES:
             for name, lag in _lags(record).items():
                 self._lags.setdefault(name, []).append((record["step"], lag))
@@ -120,9 +124,13 @@ class Series:
             ),
             Plot(
                 "Bytes of a patch",
-                "What a worker fetches for one version. The full weights are "
+                "What a worker fetches for one version, of the weights or of a view. The full weights are "
                 f"{nbytes(self.last['full_nbytes'])}. The size follows the density.",
-                self._lines("a patch", BYTES, patch="patch_nbytes"),
+                charts.lines(
+                    {"patch": self.of("patch_nbytes"), **{f"view {name}": of for name, of in self._views.items()}},
+                    STEP,
+                    ChartAxis("a patch", BYTES, zero=True),
+                ),
             ),
             Plot(
                 "Reduction",

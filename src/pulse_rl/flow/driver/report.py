@@ -17,6 +17,7 @@ from pulse_rl.flow.metrics import Records
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.html.page import Page
 from pulse_rl.units import nbytes
+from pulse_rl.watch.store_page import views_table
 
 REPORT = "report.html"
 REASONS = {  # why groups are dropped; filters of a user have their own
@@ -69,6 +70,8 @@ def draw(
             page.heading(f"The policy {name}")
             for plot in (series[name] if series else Series(found)).plots():
                 page.plot(plot)
+            if views := found[-1].get("views"):
+                views_table(page, views)
             if sync := policies[name]["trainer_sync"]:
                 title = f"What the trainers of {name} sent each other"
                 page.table(title, ("", "of the run"), plots.exchange_table(sync))

@@ -104,6 +104,15 @@ class Lead:
             "codec_reason": report.codec_reason,
             "publish_s": report.total_s,
             "phases": phases_of(report),
+            "views": [
+                {
+                    "name": name,
+                    "form": view.form,
+                    "full_nbytes": view.full_nbytes,
+                    "patch_nbytes": view.patch.total_nbytes if view.patch else 0,
+                }
+                for name, view in sorted(report.views.items())
+            ],
         }
 
     def _workers(self) -> dict[str, Any]:
