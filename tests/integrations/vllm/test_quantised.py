@@ -75,6 +75,29 @@ def test_rows_in_int8_are_loaded_and_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_transformers_runs_an_anchor_in_fp4(format: Literal["mxfp4", "nvfp4"], tmp_path: Path) -> None:
+    """With compressed-tensors, which gives back the weights that a worker of the kind builtin samples with."""
+    from transformers import AutoModelForCausalLM
+
+    from pulse_rl.flow import quantised
+    from pulse_rl.weights.views.formats import ViewFormat
+
+    (model, tokenizer), form = tiny_model(), pulse.Fp4(format=format)
+    publisher = pulse.Publisher(tmp_path / "store", views={"fp8": form})
+    loaded = AutoModelForCausalLM.from_pretrained(publish(publisher, model, tokenizer, tmp_path), dtype="bfloat16")
+    subscriber = pulse.Subscriber(tmp_path / "store", view="fp8")
+    subscriber.sync(tensors := subscriber.allocate())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    quantised.write(tensors, ViewFormat(form), model)
+    ids = torch.arange(24)[None]
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0.05, atol=0.02)  # one decompresses first
+    found = loaded.state_dict()
+    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert len(changed) == 7 * model.config.num_hidden_layers
+    assert all(torch.equal(found[name], model.state_dict()[name]) for name in changed)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 @pytest.mark.filterwarnings("ignore")  # vLLM's own
 def test_a_fused_layer_loads_fp4_and_is_not_followed(
     format: Literal["mxfp4", "nvfp4"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
