@@ -1,7 +1,8 @@
 """What quantised views of a run's versions cost: `python -m bench.views STORE [--first N] [--most N] [--codec NAME]`.
 
 Every version of a history, as of a run that trained for real, is published again to directories: without views, and
-with one at a time, in turns. Bytes are those of patches. What is quantised is coded by itself too, as BF16 and as codes
+with one at a time, in turns. `--view` names one, and may be given several times; `--without embed` leaves out tensors
+with that in their names. Bytes are those of patches. What is quantised is coded by itself too, as BF16 and as codes
 with scales: a view's other tensors, as embeddings, cost the same in both. Its bound is `bench.bound`'s, with tables
 for each tensor. Seconds are processor seconds of a publish, of all threads.
 """
@@ -23,6 +24,7 @@ from pulse_rl.patch.encode import encode
 from pulse_rl.units import nbytes
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.layout import Layout, layout
+from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.quantised import Quantised
 
 VIEWS = {
@@ -54,13 +56,17 @@ class Step(NamedTuple):
     apart: Apart
 
 
-def measure(store: str, versions: Sequence[int], codec: CodecName) -> dict[str, list[Step]]:
+def measure(
+    store: str, versions: Sequence[int], codec: CodecName, views: Sequence[str], without: str | None
+) -> dict[str, list[Step]]:
     """Publish a history's versions again. Returns the steps of each line, that of the weights first."""
     subscriber = pulse.Subscriber(store)
-    weights = subscriber.allocate()
-    made = {name: Quantised(fp8, weights) for name, fp8 in VIEWS.items()}
-    quantised = [name for name, bits in made["blocks"].items() if bits.dtype == "F8_E4M3"]
-    found: dict[str, list[Step]] = {name: [] for name in ("BF16", *VIEWS)}
+    held = subscriber.allocate()
+    weights = {name: tensor for name, tensor in held.items() if without is None or without not in name}
+    made = {name: Quantised(VIEWS[name], weights) for name in views}
+    form = ViewFormat(pulse.Fp8())  # which all quantise the same tensors as
+    quantised = [name for name, bits in layout(weights).items() if form.quantises(name, bits.shape)]
+    found: dict[str, list[Step]] = {name: [] for name in ("BF16", *views)}
     before: dict[str, Layout] = {}
     with tempfile.TemporaryDirectory(prefix="pulse-rl-") as place:
         lines = {
@@ -68,7 +74,7 @@ def measure(store: str, versions: Sequence[int], codec: CodecName) -> dict[str, 
             for at, name in enumerate(found)
         }
         for turn, version in enumerate(versions):
-            subscriber.sync(weights, version=version)
+            subscriber.sync(held, version=version)
             order = list(lines)[turn % len(lines) :] + list(lines)[: turn % len(lines)]  # the first finds cold caches
             for name in order:
                 publisher = lines[name]
@@ -103,10 +109,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the version to begin with")
     parser.add_argument("--most", type=int, help="versions to take")
     parser.add_argument("--codec", choices=CODECS, default="context")
+    parser.add_argument("--view", choices=VIEWS, action="append", help="which to make; all of them without it")
+    parser.add_argument("--without", metavar="PART", help="leave out tensors with this in their names")
     arguments = parser.parse_args()
     versions = [manifest.version for manifest in pulse.History(arguments.store).manifests()]
     versions = [version for version in versions if version >= arguments.first][: arguments.most]
-    found = measure(arguments.store, versions, arguments.codec)
+    views = arguments.view or list(VIEWS)
+    found = measure(arguments.store, versions, arguments.codec, views, arguments.without)
     columns = [
         "",
         "bytes",
