@@ -11,8 +11,9 @@ TRL := trl==1.16.0
 DEEPSPEED := deepspeed==0.19.8
 VERL := verl==0.9.1
 VERL_BIN := .venv-verl/bin
-# More processes than cores: many tests wait. A process without tests left takes some of another one's.
-PARALLEL := -n 6 --dist worksteal
+# More processes than cores: many tests wait. Each costs ten seconds of imports and collection before its first test. One
+# without tests left takes some of another one's.
+PARALLEL := -n 4 --dist worksteal
 # Tests start hundreds of processes; where the environment forbids bytecode, each would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -30,7 +30,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 def channel_of(group: Any, **options: Any) -> pulse.Channel:
-    return pulse.Channel(group, bucket_nbytes=BUCKET, timeout=20, **options)
+    # Longer than a busy machine compiles the kernels of the first send: a rank that is late would be named as lost.
+    return pulse.Channel(group, bucket_nbytes=BUCKET, timeout=60, **options)
 
 
 # Their defects
@@ -418,7 +419,7 @@ def killed(rank: int, size: int, victim: int, at: int, again: int) -> Any:
 
 @pytest.mark.parametrize(("victim", "at"), [(1, 1), (2, 2), (1, 3), (0, 3), (2, 4), (1, 5)])
 def test_a_killed_rank_is_an_error_on_all_others_who_go_on_without_it(victim: int, at: int) -> None:
-    results = group_world.run(killed, 3, victim, at, free_port())
+    results = group_world.run(killed, 3, victim, at, free_port(), patience=180)
     before, target = bits(made()), bits(after(1))
     for rank, result in enumerate(results):
         if rank == victim:
@@ -440,7 +441,7 @@ def killed_at_some_time(rank: int, size: int, victim: int, delay: float, again: 
     """One rank is killed so many seconds after the first send; versions go on and on until then."""
     channel = channel_of(None, validate_every=3)
     weights = made() if rank == 0 else zeros()
-    call(channel, rank, weights, 0)
+    good([call(channel, rank, weights, 0)])
     if rank == victim:
         threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     number = 0
@@ -467,7 +468,7 @@ def killed_at_some_time(rank: int, size: int, victim: int, delay: float, again: 
 def test_a_rank_killed_at_any_time_leaves_whole_versions(seed: int) -> None:
     random = np.random.default_rng(seed)
     victim, delay = int(random.integers(3)), float(random.uniform(0, 0.4))
-    results = group_world.run(killed_at_some_time, 3, victim, delay, free_port())
+    results = good(group_world.run(killed_at_some_time, 3, victim, delay, free_port(), patience=180))
     versions, last = set(), set()
     for rank, result in enumerate(results):
         if rank == victim:

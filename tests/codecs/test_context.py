@@ -83,7 +83,7 @@ def expected_of(listed: list[Segment]) -> list[tuple[list[int], list[int]]]:
 # Whole blocks
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(segments(), min_size=1, max_size=5))
 def test_both_decoders_give_what_was_encoded(listed: list[Segment]) -> None:
     """Every dtype, density, phase and kind of move, mixed: encode against both decoders, and against itself."""
@@ -421,7 +421,7 @@ def test_many_segments_are_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # Hostile blocks
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 255), st.binary(max_size=250))
 @example(0, 0, 0, b"")
 @example(0, 2, 0, b"\xff\xff\xff\xff")

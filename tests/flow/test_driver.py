@@ -155,6 +155,19 @@ def test_no_worker_joins_a_run_that_is_ending(
     assert sum("starts no more workers" in line for line in shown) == (2 if stopped else 1)
 
 
+def test_a_run_that_is_stopped_before_its_first_version_ends_at_once(
+    driver: run._Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = driver._dataflow.status()
+    status["policies"]["p"]["version"] = None
+    monkeypatch.setattr(driver._dataflow, "status", lambda: status)
+    monkeypatch.setattr(driver, "_stop_requested", lambda: True)
+    monkeypatch.setattr(run, "wait", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        driver.watch()
+    assert capsys.readouterr().err == "stopping …\n"
+
+
 def test_a_run_whose_tasks_all_fail_ends_with_their_error(driver: run._Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "wait", lambda *_: _fail(driver._dataflow, "w0", "no such tool"))
     with pytest.raises(PulseError, match="no such tool"):

@@ -25,6 +25,7 @@ class _Unsendable(Exception):
         raise TypeError("cannot be sent")
 
 
+@pytest.mark.slow
 def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, "steps=100000", "checkpoint_every=5")

@@ -23,6 +23,7 @@ from pulse_rl.flow.driver import run as driver
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.history.operate.verify import verify
+from tests.flow.recipe_runs import kill
 from tests.flow.runs import COMMAND, PATIENCE_S, WIDE, children, exposed, resume, run, sets, start, until, wait_for
 
 
@@ -54,14 +55,14 @@ SETTINGS = ("--deterministic", *sets("betas=[0.5, 0.75]", "warmup=4"))
 def test_a_run_that_was_killed_interrupted_and_resumed_has_the_bits_of_one_over_full_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Patches, through a death of the trainer, Ctrl-C and --resume, against a run that had none of it."""
+    """Patches, through a death of each kind of process, Ctrl-C and --resume, against a run that had none of it."""
     out = tmp_path / "patch"
     process = start(out, "--steps", "100000", "--workers", "2", *SETTINGS, *sets("checkpoint_every=5"))
     try:
         until(process, lambda: len(metrics.read(out)) > 6)
         assert exposed(process.pid) == set()
-        for pid in children("ray::TrainerProcess", process.pid):
-            os.kill(pid, signal.SIGKILL)
+        dataflow, *others = (kill(f"{kind}Process", process.pid) for kind in ("Dataflow", "Trainer", "Rollout"))
+        assert None not in others
         wait_for(lambda: metrics.read(out)[-1]["version"] > metrics.read(out)[-1]["step"])  # repeated, as new versions
         assert "is going on: stop it first" in _refused(capsys, "--resume", str(out), code=1)
         process.send_signal(signal.SIGINT)
@@ -71,9 +72,15 @@ def test_a_run_that_was_killed_interrupted_and_resumed_has_the_bits_of_one_over_
     assert process.returncode == 130, stderr
     lines = stderr.splitlines()
     assert re.search(r"^the trainer died; it goes on from step \d*[05]$", stderr, re.MULTILINE)
+    assert f"the dataflow (pid {dataflow}) died; it goes on from its journal" in lines
+    assert any(re.match(r"worker-[01]\b.* died; starting again$", line) for line in lines)
     summary = json.loads(stdout)
     _check(summary, out)
-    assert summary["restarts"] == 1
+    assert (summary["restarts"], summary["dataflow_restarts"]) == (1, 1)
+    assert sum(worker["restarts"] for worker in summary["workers"]) == 1
+    # Ray's own messages about the deaths are in the log and not on the terminal.
+    assert "raylet" not in stderr
+    assert "Worker PID: " in (out / "ray.log").read_text()
     assert summary["stopped"] == {"by": "SIGINT", "sentence": lines[-1]}
     # Steps that ended before the stop are shown before it; after it, at most the current step.
     after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping after the current step")) + 1 :]
@@ -158,6 +165,7 @@ def test_a_worker_that_keeps_dying_ends_the_run_with_one_line(tmp_path: Path) ->
     assert "died 5 times without proving a version" in stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_while_starting_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
@@ -175,9 +183,9 @@ def test_a_run_that_was_interrupted_while_starting_leaves_nothing(tmp_path: Path
 
 @pytest.mark.parametrize("store", [None, "elsewhere"])
 def test_a_run_that_failed_while_starting_leaves_nothing(
-    store: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But where a process died: its last words are in ray.log."""
+    """Or was interrupted. But where a process died, its last words are in ray.log."""
     out = tmp_path / "run"
     stored = [f"store={tmp_path / store}"] if store else []
     settled = recipe_file.load("math", ["model=tiny", f"out={out}", *stored])
@@ -189,11 +197,12 @@ def test_a_run_that_failed_while_starting_leaves_nothing(
         yield
 
     monkeypatch.setattr(driver, "engine", broken)
-    for error, left in (OSError("no model"), []), (ProcessDiedError("dead"), ["ray.log"]):
+    for error, left in (KeyboardInterrupt(), []), (OSError("no model"), []), (ProcessDiedError("dead"), ["ray.log"]):
         with pytest.raises(type(error)), Display("a run", 2) as display:
             driver.train(driver.prepare(settled), display)
         assert [path.name for path in sorted(out.glob("*")) if path.is_file()] == left
         assert out.exists() == bool(left)
+    assert capsys.readouterr().err.count("stopped; nothing was published yet, so there is nothing to resume") == 1
 
 
 def test_bad_calls_are_answered_with_what_to_do(

@@ -160,7 +160,7 @@ PRUNE = st.tuples(st.just("prune"), SETTINGS, st.booleans(), CUTS)
 CUT_PUBLISH = st.tuples(st.just("cut publish"), st.integers(0, 12))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.lists(st.one_of(PUBLISH, PRUNE, CUT_PUBLISH), max_size=12))
 def test_whatever_is_published_and_pruned(anchor_every: int, does: list[tuple[Any, ...]]) -> None:
     """Any publishes and prunings, interrupted anywhere: listed versions load, and what must stay is listed."""

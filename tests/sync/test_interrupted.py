@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,17 @@ FILES = {part.__file__ for part in (*PUBLISHING, turn)}
 
 
 def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """Publish, interrupted at the n-th line of the publisher's code, then publish on. Returns where, None for never."""
+    """Publish, interrupted at the n-th line of the publisher's code, then publish on. Returns where, None for never.
+
+    Of a line that is passed again and again, the first two times count.
+    """
     store = pulse.open_store("memory://")
     weights = {"w": np.arange(100, dtype=np.uint16)}
     publisher = pulse.Publisher(store, codec="gap")
     publisher.publish(weights, version=0)
     weights["w"][0] = 1000
     publisher.publish(weights, version=1, background=background)
-    commit, where, passed = publisher.history.commit, None, 0
+    commit, where, passed, times = publisher.history.commit, None, 0, Counter[Any]()
 
     def refused(manifest: Any) -> Any:
         monkeypatch.setattr(publisher.history, "commit", commit)
@@ -54,7 +58,9 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: py
         nonlocal passed, where
         if frame.f_code.co_filename not in FILES:
             return None
-        if event == "line":
+        at = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and times[at] < 2:
+            times[at] += 1
             passed += 1
             if passed == line:
                 where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
@@ -178,25 +184,6 @@ def test_assets_that_no_anchor_can_have(name: str) -> None:
     with pytest.raises(ValueError, match="assets"):
         pulse.Publisher(store).publish({"w": np.zeros(3, np.uint16)}, version=0, assets={name: b"x"})
     assert pulse.Subscriber(store).latest() is None
-
-
-FORKED = """
-import os, sys, numpy as np, pulse_rl as pulse
-weights = {"w": np.zeros(3, np.uint16)}
-pulse.Publisher(sys.argv[1]).publish(weights, version=0)
-if os.fork() == 0:
-    try:
-        pulse.Subscriber(sys.argv[1]).sync(weights)
-    except pulse.StoreError as error:
-        os._exit(7 if "forked" in str(error) else 8)
-    os._exit(9)
-sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-
-
-def test_a_forked_child_gets_an_error_and_does_not_hang(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKED, str(tmp_path / "s")]
-    assert subprocess.run(command, timeout=60, check=False).returncode == 7
 
 
 def test_no_sequence_number_is_left() -> None:

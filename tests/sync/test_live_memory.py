@@ -1,7 +1,5 @@
 """A proof belongs to the memory that it was made of: copies are refused, and other memory is recognised anew."""
 
-import multiprocessing
-import os
 import shutil
 import threading
 import weakref
@@ -716,24 +714,3 @@ def test_a_call_within_a_call_is_refused(run: Run) -> None:
     assert subscriber.sync(model).version == 2
     assert refused
     assert bits(model) == bits(run.source)
-
-
-def _sync_in_child(subscriber: pulse.Subscriber, model: Model, pipe: Any) -> None:
-    try:
-        pipe.send(repr(subscriber.sync(model)))
-    except pulse.StoreError as error:
-        pipe.send(str(error))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_subscriber_in_a_forked_child_says_so(run: Run) -> None:
-    subscriber, model = run.synced()
-    here, there = multiprocessing.get_context("fork").Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_sync_in_child, args=(subscriber, model, there))
-    child.start()
-    assert here.poll(60)
-    assert "forked" in here.recv()
-    child.join()
-    assert child.exitcode == 0
-    assert subscriber.sync(model).route == "none"
