@@ -37,10 +37,15 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Some of their tests take up to a minute. Each process of the suite begins with its share of them, so that none is left
 # alone with them at the end.
 LONG = (
-    *("flow/test_recipe_runs", "flow/test_run", "flow/test_trainers", "history/test_fuzz", "loco/test_ft"),
-    *("loco/test_ranks", "sync/test_faults", "sync/test_interrupted", "sync/test_views"),
+    "flow/test_run",
+    "history/test_fuzz",
+    "loco/test_ft",
+    "sync/test_faults",
+    "sync/test_interrupted",
+    "sync/test_views",
 )
-COSTLY = {"server"}  # fixtures of a module: tests that share them stay together
+# Fixtures that start processes: tests that share them stay together.
+OF_A_MODULE, OF_ALL = {"server"}, "ranks"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,15 +60,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)  # when those that are not run, as the slow ones, are out of the list
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    groups: dict[str, list[pytest.Item]] = {}
+    groups: dict[str, list[pytest.Item]] = {OF_ALL: []}
     others: list[pytest.Item] = []
     for item in items:
-        if not item.nodeid.removeprefix("tests/").startswith(LONG):
+        fixtures = getattr(item, "fixturenames", ())
+        if OF_ALL in fixtures:
+            groups[OF_ALL].append(item)
+        elif not item.nodeid.removeprefix("tests/").startswith(LONG):
             others.append(item)
         else:
-            alone = COSTLY.isdisjoint(getattr(item, "fixturenames", ()))
+            alone = OF_A_MODULE.isdisjoint(fixtures)
             groups.setdefault(item.nodeid if alone else str(item.path), []).append(item)
-    long, short = list(groups.values()), iter(others)
+    long, short = list(filter(None, groups.values())), iter(others)
     # `--dist worksteal` gives each process as many tests that follow one another.
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ordered: list[pytest.Item] = []

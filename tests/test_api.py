@@ -37,12 +37,6 @@ def test_the_study_s_names_resolve_however_its_modules_are_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_digest_is_the_function_after_everything_is_imported() -> None:
-    """A submodule of the same name would shadow it."""
-    code = "import pulse_rl as p; p.diff({}, {}); p.Publisher; p.Subscriber; assert callable(p.digest)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = pulse.nothing
@@ -219,11 +213,11 @@ def _wrapped(text: str) -> Exception:
 # What an import costs
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["diff", "--help"]])
-def test_help_loads_nothing_heavy(command: list[str]) -> None:
+def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pulse_rl.cli.app import app\n"
-        f"try: app({command!r})\nexcept SystemExit: pass\n"
+        "for command in (['--help'], ['train', '--help'], ['diff', '--help']):\n"
+        "    try: app(command)\n    except SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'numba', 'ray', 'obstore', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
@@ -238,7 +232,7 @@ def test_patch_verbs_work_without_torch() -> None:
         "p.apply(old, p.diff(old, new)); assert p.digest(old) == p.digest(new)\n"
         "pub = p.Publisher(p.open_store('memory://')); pub.publish(new, version=1)\n"
         "sub = p.Subscriber(pub.history.store); w = {'a': np.zeros(9, np.float32)}; sub.sync(w)\n"
-        "assert (w['a'] == new['a']).all()"
+        "assert p.digest(w) == p.digest(new)"  # no module of this name has come in front of the function
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,6 +1,5 @@
 """Channels over real ranks: what receivers hold after each send, bit for bit, and what an error leaves behind."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,13 +8,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.sync.channel.receiver import PartReader
 from tests.channel.world import BUCKET, bits, made, step, zeros
-from tests.loco.ranks import Ranks, good, running
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as run:
-        yield run
+from tests.loco.ranks import Ranks, good
 
 
 def several(group: Any, rank: int, size: int, options: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,8 @@ import pulse_rl as pulse
 from pulse_rl.sync.channel import receiver
 from tests.channel.world import BUCKET, after, bits, call, made, step, zeros
 from tests.group import world as group_world
-from tests.loco.ranks import Ranks, good, picklable, running
+from tests.loco.ranks import Ranks, good, picklable
 from tests.store.servers import free_port
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as run:
-        yield run
 
 
 def channel_of(group: Any, **options: Any) -> pulse.Channel:

@@ -24,8 +24,10 @@ from urllib.request import urlopen
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import pulse_rl as pulse
+from pulse_rl.cli.app import app
 from pulse_rl.cli.follow import _line, _Show
 from pulse_rl.engines import receiver
 from pulse_rl.engines.client import EngineClient
@@ -599,29 +601,22 @@ FOLLOW = (sys.executable, "-c", "from pulse_rl.cli.main import main; main()", "f
 
 def test_once_brings_all_engines_to_the_newest_version(run: Run, engine: SmallEngine) -> None:
     run.publish(2)
-    call = [*FOLLOW, str(run.store)]
-    done = subprocess.run(
-        [*call, "--engine", engine.url, "--once", "--json", "--poll", "0.1"], capture_output=True, text=True, check=True
-    )
+    call = [*FOLLOW, str(run.store), "--engine", engine.url, "--once", "--json", "--poll", "0.1"]
+    done = subprocess.run(call, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert (found["newest"], found["engines"][0]["version"], found["engines"][0]["standing"]) == (2, 2, "ok")
     assert same(engine.weights, run.weights)
-    slip = subprocess.run(
-        [*call[:-1], str(run.store) + "x", "--engine", engine.url + "/v1", "--once", "--timeout", "0.5", "--json"],
-        capture_output=True,
-        text=True,
-    )
-    assert slip.returncode == 1
+    once = ["--once", "--timeout", "0.5"]
+    slip = CliRunner().invoke(app, ["follow", f"{run.store}x", "--engine", engine.url + "/v1", *once, "--json"])
+    assert slip.exit_code == 1
     assert slip.stderr.startswith(f"no such file or directory: {run.store}x: ")
     found = json.loads(slip.stdout)
     assert f"{run.store}x holds no version yet" in found["store_error"]
     assert (found["engines"][0]["standing"], found["engines"][0]["version"]) == ("waiting", 2)
     assert is_ready(engine)[0] == 200
     engine.unmapped = True
-    lost = subprocess.run(
-        [*call, "--engine", "http://127.0.0.1:9", "--once", "--timeout", "0.5"], capture_output=True, text=True
-    )
-    assert lost.returncode == 1
+    lost = CliRunner().invoke(app, ["follow", str(run.store), "--engine", "http://127.0.0.1:9", *once])
+    assert lost.exit_code == 1
     assert "out of reach" in lost.stdout
 
 

@@ -1,6 +1,5 @@
 """Changes collected at the cast of masters give the patches that a comparison with a copy gives, byte for byte."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,7 @@ from pulse_rl.integrations.masters import MasterChanges
 from pulse_rl.patch.encode import encode
 from pulse_rl.weights.layout import layout
 from tests.channel.world import BUCKET, bits
-from tests.loco.ranks import Ranks, good, running
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as run:
-        yield run
-
+from tests.loco.ranks import Ranks, good
 
 SHAPES = {"embed": (700, 300), "layers.0.up": (97, 33), "norm": (65,), "scale": (), "wide": (3, 70_001)}
 

@@ -6,6 +6,7 @@ a kind that Accelerate lists; tensors stay in host memory, and each test asserts
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -159,3 +160,16 @@ def train(
     trainer.train(resume_from_checkpoint=resume or None)
     logged = [entry["pulse/version"] for entry in trainer.state.log_history if "pulse/version" in entry]
     return digests, _kinds(trainer.model), logged
+
+
+def train_each(rank: int, size: int, kinds: Sequence[str], at: int, directory: str) -> list[Any]:
+    """Train by one kind after another: the frameworks take seconds to import. Each has its folder `store`."""
+    found = []
+    for kind in kinds:
+        found.append(train(rank, size, kind, at, f"{directory}/{kind}/store", f"{directory}/{kind}/out"))
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_"))]:
+            del os.environ[name]  # Trainer's settings of this kind
+    return found

@@ -17,16 +17,10 @@ from pulse_rl.weights.memory import live_layout
 from pulse_rl.weights.pieces import pieces_of
 from tests.group import world as group_world
 from tests.history.parts import even, publish_parts
-from tests.loco.ranks import Ranks, good, running
+from tests.loco.ranks import Ranks, good
 
 SHAPES = {"embed": (64, 640), "up": (600, 512), "norm": (77,), "down": (500, 300), "scalar": (), "empty": (0, 3)}
 VERSIONS = 5
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as run:
-        yield run
 
 
 def state(version: int) -> dict[str, Any]:
