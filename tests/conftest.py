@@ -4,10 +4,11 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import numpy as np
@@ -46,6 +47,19 @@ LONG = (
 )
 # Fixtures that start processes: tests that share them stay together.
 OF_A_MODULE, OF_ALL = {"server"}, "ranks"
+WARMUP = pytest.StashKey["subprocess.Popen[bytes]"]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Compile the kernels once, while the processes of the suite collect its tests: else each process would."""
+    command = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()", "warmup"]
+    config.stash[WARMUP] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    assert node.config.stash[WARMUP].wait() == 0, "pulse-rl warmup failed"
 
 
 @pytest.hookimpl(wrapper=True)
