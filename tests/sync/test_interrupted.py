@@ -78,13 +78,13 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: py
     finally:
         sys.settrace(before)
     weights["w"][2] = 1002
-    for version in (3, 4):
+    for version in (3, 4) if fails else (3,):
         with suppress(StoreError):  # of the version that failed; the next one must succeed
             publisher.publish(weights, version=version, background=background)
             publisher.flush()
     follower = {"w": np.zeros(100, np.uint16)}
     report = pulse.Subscriber(store).sync(follower)
-    assert report.version == 4, where
+    assert report.version == version, where
     assert (follower["w"] == weights["w"]).all(), where
     assert report.digest == pulse.digest(weights), where
     return where
