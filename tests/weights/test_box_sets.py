@@ -108,7 +108,7 @@ def test_a_grid_is_joined_to_one_box_and_one_with_a_hole_to_a_few() -> None:
 
 
 MANY: dict[str, Callable[[], list[tuple[Shape, Shape]]]] = {
-    "rows": lambda: [((i, 0), (1, 8)) for i in range(MAX_BOXES)],
+    "rows": lambda: [((i, 0), (1, 8)) for i in range(MAX_BOXES // 4)],
     "4 dimensions": lambda: [(box.offset, box.sizes) for box in grid((45, 47, 44, 3), (16, 16, 16, 3))],
 }
 
@@ -122,7 +122,7 @@ def test_tens_of_thousands_of_boxes_are_planned_in_seconds(kind: str, other: str
     held = [boxes[::2], boxes[1::2]] if other == "interleaved" else [boxes, [((0,) * len(shape), shape)]]
     start = time.process_time()
     plan = make_plan([Description([("w", "BF16", shape, each)], {}) for each in held])
-    assert time.process_time() - start < 30
+    assert time.process_time() - start < 10
     assert sorted(part.box for part in plan.parts["w"]) == sorted(Box(*box) for box in boxes)
     holders = {part.holders for part in plan.parts["w"]}
     assert holders == ({(0,), (1,)} if other == "interleaved" else {(0, 1)})
