@@ -68,6 +68,7 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
     result = yield
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # what tests make is freed without it, and looking for cycles takes a twentieth
     gc.enable()
     return result
 
