@@ -1,10 +1,10 @@
 """What quantised views of a run's versions cost: `python -m bench.views STORE [--first N] [--most N] [--codec NAME]`.
 
 Every version of a history, as of a run that trained for real, is published again to directories: without views, and
-with one at a time, in turns. `--view` names one, and may be given several times; `--without embed` leaves out tensors
-with that in their names. Bytes are those of patches. What is quantised is coded by itself too, as BF16 and as codes
-with scales: a view's other tensors, as embeddings, cost the same in both. Its bound is `bench.bound`'s, with tables
-for each tensor. Seconds are processor seconds of a publish, of all threads.
+with one at a time, in turns. `--view` names one, and may be given several times; `--without embed --without lm_head`
+leaves out tensors with these in their names. Bytes are those of patches. What is quantised is coded by itself too, as
+BF16 and as codes with scales: a view's other tensors, as embeddings, cost the same in both. Its bound is
+`bench.bound`'s, with tables for each tensor. Seconds are processor seconds of a publish, of all threads.
 """
 
 import argparse
@@ -57,12 +57,12 @@ class Step(NamedTuple):
 
 
 def measure(
-    store: str, versions: Sequence[int], codec: CodecName, views: Sequence[str], without: str | None
+    store: str, versions: Sequence[int], codec: CodecName, views: Sequence[str], without: Sequence[str]
 ) -> dict[str, list[Step]]:
     """Publish a history's versions again. Returns the steps of each line, that of the weights first."""
     subscriber = pulse.Subscriber(store)
     held = subscriber.allocate()
-    weights = {name: tensor for name, tensor in held.items() if without is None or without not in name}
+    weights = {name: tensor for name, tensor in held.items() if not any(part in name for part in without)}
     made = {name: Quantised(VIEWS[name], weights) for name in views}
     form = ViewFormat(pulse.Fp8())  # which all quantise the same tensors as
     quantised = [name for name, bits in layout(weights).items() if form.quantises(name, bits.shape)]
@@ -110,7 +110,9 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="versions to take")
     parser.add_argument("--codec", choices=CODECS, default="context")
     parser.add_argument("--view", choices=VIEWS, action="append", help="which to make; all of them without it")
-    parser.add_argument("--without", metavar="PART", help="leave out tensors with this in their names")
+    parser.add_argument(
+        "--without", metavar="PART", action="append", default=[], help="leave out tensors with this in their names"
+    )
     arguments = parser.parse_args()
     versions = [manifest.version for manifest in pulse.History(arguments.store).manifests()]
     versions = [version for version in versions if version >= arguments.first][: arguments.most]
