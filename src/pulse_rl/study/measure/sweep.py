@@ -18,8 +18,7 @@ from pulse_rl.parallel import ordered_map
 from pulse_rl.study.measure.tally import Counts, Tally, empty_tally, tally
 from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.sources.base import StudySource
-from pulse_rl.weights.pieces import Place
-from pulse_rl.weights.segments import SEGMENT
+from pulse_rl.weights.segments import SEGMENT, segments
 
 HELD_NBYTES = 128 << 20  # of versions, held by all threads together, unless a single thread needs more
 
@@ -57,9 +56,9 @@ def count_tensors(
     """
     widest = max((tensor.itemsize for tensor in source.tensors.values()), default=1)
     slots = BoundedSemaphore(max(1, HELD_NBYTES // (timeline.held * SEGMENT * widest)))
-    work = ((name, place) for name in source.tensors for place in source.places(name))
+    work = ((name, *run) for name, tensor in source.tensors.items() for run in segments(tensor.size))
 
-    def count(item: tuple[str, Place]) -> Counted:
+    def count(item: tuple[str, int, int]) -> Counted:
         with slots:
             return count_segment(timeline, source.tensors[item[0]].dtype, source.walk(*item))
 
@@ -67,9 +66,9 @@ def count_tensors(
     total, done = sum(tensor.size for tensor in source.tensors.values()), 0
     for name, tensor in source.tensors.items():
         sums = nothing_counted(timeline, tensor.dtype)
-        for place in source.places(name):
+        for start, stop in segments(tensor.size):
             sums = sums + next(counted)
-            done += place.size
+            done += stop - start
             progress(done, total)
         yield name, sums
 

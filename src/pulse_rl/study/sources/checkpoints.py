@@ -17,11 +17,7 @@ from pulse_rl.errors import CheckpointFormatError
 from pulse_rl.study.results import Version
 from pulse_rl.study.sources.base import StudiedTensor, check_same_model
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import FlatRun
-from pulse_rl.weights.pieces import Place
-from pulse_rl.weights.segments import segments
 
-READ_NBYTES = 4 << 20  # of a file at once, where only parts of its rows are wanted
 UNNUMBERED = "the names do not give the training steps: versions are numbered 0, 1, 2, …, taken to be one step apart"
 
 
@@ -44,25 +40,8 @@ class CheckpointReader:
                 self._locations[name] = _Location(shard.path, shard.header.offset + entry.start)
         self.tensors = dict(sorted(tensors.items()))
 
-    def read(self, name: str, place: Place) -> UIntArray:
-        """Read the bits at one place of a tensor. Raises CheckpointFormatError if the file has become shorter."""
-        tensor = self.tensors[name]
-        starts, run = place.positions(tensor.shape)
-        if len(starts) == 1:
-            return self._read_run(name, int(starts[0]), int(starts[0]) + run)
-        # A part of each row: rows are read with what lies between them, as many at once as fit.
-        found = np.empty((len(starts), run), UINTS[tensor.itemsize])
-        at = 0
-        while at < len(starts):
-            fit = np.searchsorted(starts, starts[at] + READ_NBYTES // tensor.itemsize - run, side="right")
-            stop = max(at + 1, int(fit))
-            first = int(starts[at])
-            read = self._read_run(name, first, int(starts[stop - 1]) + run)
-            found[at:stop] = read[(starts[at:stop] - first)[:, None] + np.arange(run)]
-            at = stop
-        return found.reshape(-1)
-
-    def _read_run(self, name: str, start: int, stop: int) -> UIntArray:
+    def read(self, name: str, start: int, stop: int) -> UIntArray:
+        """Read the bits of a run of a tensor. Raises CheckpointFormatError if the file has become shorter."""
         itemsize = self.tensors[name].itemsize
         file, offset = self._locations[name]
         array = np.empty(stop - start, UINTS[itemsize])
@@ -118,29 +97,19 @@ class Checkpoints:
             for number, path in zip(numbers or range(len(paths)), self._paths, strict=True)
         )
 
-    def places(self, name: str) -> Sequence[Place]:
-        """How a tensor is cut for walks: into segments.
+    def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
+        """Yield the bits of one segment of a tensor in every version, in order.
 
         Args:
             name: The tensor.
-
-        Returns:
-            Runs of its elements.
-        """
-        return [FlatRun(start, stop) for start, stop in segments(self.tensors[name].size)]
-
-    def walk(self, name: str, place: Place) -> Iterator[UIntArray]:
-        """Yield the bits of a tensor's elements in every version, in order.
-
-        Args:
-            name: The tensor.
-            place: One of its places.
+            start: The flat index of the segment's first element.
+            stop: And of the one after its last.
 
         Yields:
-            The bits, (place.size,); the caller owns the array.
+            The bits, (stop − start,); the caller owns the array.
         """
         for reader in self._readers:
-            yield reader.read(name, place)
+            yield reader.read(name, start, stop)
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
         """Yield every two neighbouring versions whole, in order. To be called after all walks.
