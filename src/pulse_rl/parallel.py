@@ -63,6 +63,22 @@ def submit(pool: ThreadPoolExecutor, function: Callable[..., R], *args: object) 
     return future
 
 
+def at_once(work: Callable[[T], R], items: Sequence[T], most: int, name: str) -> list[R]:
+    """work(item) for every item, so many at a time, as for requests. A single one is done in this thread.
+
+    name: what the names of the threads begin with. Raises the error of the first item that has one.
+    """
+    if len(items) < 2:
+        return list(map(work, items))
+    with ThreadPoolExecutor(min(most, len(items)), thread_name_prefix=name) as pool:
+        futures = [submit(pool, work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
 def batched(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
     """Divide items into runs whose sizes add up to `least` or more, but for the last."""
     batch, total = list[T](), 0

@@ -41,7 +41,7 @@ def shares_of(weight: Any, held: list[list[tuple[slice, slice]]]) -> list[Share]
         ]
         live.append(layout({"w": parts} if parts else {}))
     plan = shares.make_plan([msgspec.json.decode(shares._describe(one), type=shares.Description) for one in live])
-    return [shares._assign(one, rank, plan) for rank, one in enumerate(live)]
+    return [shares.share_by(plan, rank, one) for rank, one in enumerate(live)]
 
 
 def summed(found: list[Share]) -> int:

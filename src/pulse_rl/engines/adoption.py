@@ -26,11 +26,10 @@ from pulse_rl.history.restore import scratch
 from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.loading import copy_bits
 from pulse_rl.sync.subscribe.proof import recognise
-from pulse_rl.weights.bits import Bits, as_bits
+from pulse_rl.weights.bits import as_bits, differ
 from pulse_rl.weights.layout import Layout, as_tensor
 from pulse_rl.weights.memory import LiveWeights
 from pulse_rl.weights.pieces import pieces_of, place_view
-from pulse_rl.weights.segments import segments
 
 
 def prove(
@@ -79,18 +78,10 @@ def _difference(views: Mapping[str, Any], kept: Mapping[str, Any], checkpoint: P
         elif (files[name].dtype, tuple(files[name].shape)) != (bits.dtype, tuple(bits.shape)):
             found = f"{files[name].dtype} {list(files[name].shape)}"
             return f"tensor {name!r} is {found} in {checkpoint}, not {bits.dtype} {list(bits.shape)}"
-        elif not _equal(bits, files[name]):
+        elif any(differ(piece.bits, place_view(files[name], piece.box)) for piece in pieces_of(bits)):
             return f"tensor {name!r} differs from that in {checkpoint}"
         compared.add(bits.storage)
     return ""
-
-
-def _equal(bits: Bits, file: Bits) -> bool:
-    for piece in pieces_of(bits):
-        other = place_view(file, piece.box)
-        if any((piece.bits.read(*at) != other.read(*at)).any() for at in segments(piece.bits.size)):
-            return False
-    return True
 
 
 def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint: Path | None) -> None:

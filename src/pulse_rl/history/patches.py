@@ -6,7 +6,6 @@ reference, or its head by the hash of the head and each span by the hash in the 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
@@ -24,7 +23,7 @@ from pulse_rl.errors import (
 from pulse_rl.history.manifest import PatchObject, part_name
 from pulse_rl.history.trail import PatchLink, State
 from pulse_rl.log.objects import check_size, fetch
-from pulse_rl.parallel import submit
+from pulse_rl.parallel import at_once
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import EncodedPatch
 from pulse_rl.patch.format import Patch
@@ -113,12 +112,7 @@ def fetch_patch(store: Store, ref: PatchObject, limit: int, share: Layout | None
     """
     refs = part_refs(store, ref, limit)
     listed = ref.nbytes if ref.parts else 0
-    if len(refs) == 1:
-        found = [_fetch_part(store, refs[0], limit, share)]
-    else:
-        with ThreadPoolExecutor(min(PARTS_AT_ONCE, len(refs)), thread_name_prefix="pulse-part") as pool:
-            futures = [submit(pool, _fetch_part, store, part, limit, share) for part in refs]
-            found = [future.result() for future in futures]
+    found = at_once(lambda part: _fetch_part(store, part, limit, share), refs, PARTS_AT_ONCE, "pulse-part")
     parts = [part for part, _ in found]
     _check_alike(ref, parts)
     return Fetched(parts, listed + sum(nbytes for _, nbytes in found), tuple(part.name for part in refs))

@@ -5,7 +5,6 @@ and patched on disk. So memory holds no second model, and live weights are writt
 proved. Several processes that share the weights restore their shares together: each reads its part of the anchor.
 """
 
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -175,7 +174,8 @@ def _load_share(
                 found, more = read_share(history.store, stored, wanted.pieces, directory)
                 effort.nbytes += nbytes + more
         with effort.timing("prove_s"):
-            return found, _own_digest(found, target, wanted, first=reading.ranks.rank == 0)
+            first = reading.ranks.rank == 0
+            return found, digests.share_digest(found, wanted.tensors, target.tied, first=first)
 
     for whole in (False, True):
         try:
@@ -190,16 +190,6 @@ def _load_share(
             break
     check_digest(f"the anchor of version {anchor.version}", anchor.digest, total)
     return found
-
-
-def _own_digest(found: Layout, target: Manifest, wanted: Wanted, *, first: bool) -> int:
-    """What this rank adds to the digest. Tensors without elements are the first rank's."""
-    total = digests.state_digest({name: bits for name, bits in found.items() if bits.size})
-    if first:
-        for name, spec in wanted.tensors.items():
-            if name not in target.tied and math.prod(spec.shape) == 0:
-                total += digests.mix(digests.seed(name, spec.dtype, tuple(spec.shape)))
-    return total & digests.MASK
 
 
 def _check_tensors(target: Manifest, tensors: Mapping[str, HasLayout], wanted: Wanted) -> None:

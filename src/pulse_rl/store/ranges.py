@@ -6,10 +6,9 @@ nothing is bounded twice: by the gap between two neighbours, and by a share of a
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from pulse_rl.errors import CannotReadRangeError, StoreError
-from pulse_rl.parallel import submit
+from pulse_rl.parallel import at_once
 from pulse_rl.store.base import Store
 
 GAP_NBYTES = 32 << 10  # about what a request costs: 10 ms at 25 Mbit/s
@@ -86,7 +85,7 @@ def read_ranges(
     wanted = [(start, stop) for start, stop in ranges if not is_empty(start, stop)]
     requests = plan_requests(wanted, gap, spare)
     try:
-        bodies = _read_all(store, name, requests)
+        bodies = at_once(lambda one: read_range(store, name, *one), requests, REQUESTS_AT_ONCE, "pulse-range")
     except CannotReadRangeError:
         requests = [(0, max(stop for _, stop in wanted))]
         bodies = [_read_front(store, name, requests[0][1])]
@@ -130,18 +129,6 @@ def plan_requests(ranges: Sequence[tuple[int, int]], gap: int, spare: float) -> 
         else:
             requests.append((start, stop))
     return requests
-
-
-def _read_all(store: Store, name: str, requests: list[tuple[int, int]]) -> list[memoryview]:
-    if len(requests) < 2:
-        return [read_range(store, name, *request) for request in requests]
-    with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, len(requests)), thread_name_prefix="pulse-range") as pool:
-        futures = [submit(pool, read_range, store, name, *request) for request in requests]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
 
 
 def _read_front(store: Store, name: str, nbytes: int) -> memoryview:

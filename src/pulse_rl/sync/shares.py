@@ -9,19 +9,20 @@ The digest counts an element of k copies k times at its owner and −1 times at 
 proves the copies too, with no message more.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 import zstandard
 from blake3 import blake3
 
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
-from pulse_rl.dtypes import ITEMSIZES
+from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError, shown
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.weights import digests
@@ -89,6 +90,27 @@ class SharePlan:
             common = part.box.intersect(box)
             if common is not None:
                 yield common, part.owner
+
+    def owned(self, rank: int, boxes: Iterable[tuple[str, Box]], held: Mapping[str, Bits]) -> bytes:
+        """What a rank owns of some boxes, one after another. boxes: with their tensors. held: what it holds."""
+        owned = ((name, part) for name, box in boxes for part, owner in self.owners(name, box) if owner == rank)
+        views = (place_view(held[name], part) for name, part in owned)
+        return b"".join(view.read(0, view.size).tobytes() for view in views)
+
+    def put_together(
+        self, boxes: Iterable[tuple[str, Box]], incoming: Sequence[memoryview]
+    ) -> Iterator[tuple[str, Box, UIntArray]]:
+        """The bits of some boxes, from what each rank has sent of them: what `owned` gives there."""
+        taken = [0] * len(incoming)
+        for name, box in boxes:
+            dtype = UINTS[ITEMSIZES[self.tensors[name].dtype]]
+            array = np.empty(box.sizes, dtype)
+            for common, owner in self.owners(name, box):
+                nbytes = common.size * dtype.itemsize
+                data = incoming[owner][taken[owner] : taken[owner] + nbytes]
+                taken[owner] += nbytes
+                array[common.slices(box)] = np.frombuffer(data, dtype).reshape(common.sizes)
+            yield name, box, array
 
     def all_names(self) -> dict[str, TensorSpec]:
         """Every name, tied ones too, → the tensor that stands for it. Not to be modified."""
@@ -205,7 +227,7 @@ def share_of(
     if known is None or any(found[PRINT_NBYTES:] != fingerprint for found in prints):
         packed = ranks.gather("describe what the ranks hold", lambda: describe(tensors), MAX_NBYTES)
         known = make_plan(described(packed), fingerprint, ranks.numbers)
-    return _assign(tensors, ranks.rank, known)
+    return share_by(known, ranks.rank, tensors)
 
 
 def layout_fingerprint(tensors: Layout, known: SharePlan | None) -> bytes:
@@ -250,7 +272,8 @@ def described(packed: Sequence[bytes | memoryview]) -> list[Description]:
 
 def share_by(plan: SharePlan, rank: int, tensors: Layout) -> Share:
     """The share of a rank by a plan that stands. rank: its place among those of the plan."""
-    return _assign(tensors, rank, plan)
+    # A layout that owns memory must not refer to itself: its memory would be freed late.
+    return tensors.derived(_assigned, rank, plan) if tensors.unowned else _assigned(tensors, rank, plan)
 
 
 def whole_share(tensors: Layout) -> Share:
@@ -348,13 +371,8 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown(ranks)}"
 
 
-def _assign(tensors: Layout, rank: int, plan: SharePlan) -> Share:
-    """What this rank holds and owns by a plan."""
-    # A layout that owns memory must not refer to itself: its memory would be freed late.
-    return tensors.derived(_assigned, rank, plan) if tensors.unowned else _assigned(tensors, rank, plan)
-
-
 def _assigned(tensors: Layout, rank: int, plan: SharePlan) -> Share:
+    """What a rank holds and owns by a plan."""
     held: dict[str, Bits] = {}
     own: dict[str, Bits] = {}
     for name, tensor in tensors.items():

@@ -78,24 +78,15 @@ class Device(Protocol):
 class Host:
     """Host memory."""
 
-    def spots_delta(
-        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
-    ) -> int:
-        return cpu.spots_delta(spots, counts, indices, values)
-
-    def write_spots(
-        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
-    ) -> int | None:
-        return cpu.write_spots(spots, counts, indices, values)
+    spots_delta = staticmethod(cpu.spots_delta)
+    write_spots = staticmethod(cpu.write_spots)
+    digest = staticmethod(cpu.digest_spots)
 
     def prepare(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
     ) -> Callable[[], int | None]:
         cpu.write_spots(spots.of([]), counts[:0], indices[:0], values[:0])  # loads the machine code
         return lambda: cpu.write_spots(spots, counts, indices, values)
-
-    def digest(self, spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int:
-        return cpu.digest_spots(spots, sizes, itemsize)
 
     def coder(self) -> AbstractContextManager[Coder]:
         return nullcontext(coding)

@@ -8,7 +8,7 @@ one tensor can each sum their own elements and add the sums. It detects corrupti
 hashes do that. `docs/format.md` gives the constants and test vectors.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from pulse_rl.parallel import ordered_map, sliced
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Positions, Shape, rows_in, tiles, whole
 from pulse_rl.weights.devices import HOST, Device
-from pulse_rl.weights.layout import layout
+from pulse_rl.weights.layout import HasLayout, layout
 from pulse_rl.weights.pieces import Piece, Pieces
 from pulse_rl.weights.segments import SEGMENT, segments
 
@@ -69,6 +69,20 @@ def state_digest(tensors: Mapping[str, Bits]) -> int:
     digest where all copies of an element are equal, but for tensors without elements, which each of them counts.
     """
     return (empty_digest(tensors) + sum(ordered_map(lambda term: term(), _terms(tensors)))) & MASK
+
+
+def share_digest(
+    held: Mapping[str, Bits], tensors: Mapping[str, HasLayout], tied: Container[str], *, first: bool
+) -> int:
+    """What a rank adds to the digest of weights that several hold. Tensors without elements are the first rank's.
+
+    held: what it holds. tensors: those of all ranks, by every name. tied: the further names.
+    """
+    total = state_digest({name: bits for name, bits in held.items() if bits.size})
+    for name, spec in tensors.items() if first else ():
+        if not whole(spec.shape).size and name not in tied:
+            total += mix(seed(name, spec.dtype, tuple(spec.shape)))
+    return total & MASK
 
 
 def empty_digest(tensors: Mapping[str, Bits]) -> int:

@@ -244,23 +244,22 @@ class ArrayCastBits:
 
 
 class _Memory:
-    """The memory of an array, for NumPy: it does not keep the array."""
+    """Some memory, for NumPy."""
 
-    def __init__(self, array: UIntArray) -> None:
-        address = array.__array_interface__["data"]
-        self.__array_interface__ = {
-            "version": 3,
-            "data": address,
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": array.dtype.str,
-        }
+    def __init__(self, **interface: object) -> None:
+        self.__array_interface__ = {"version": 3, **interface}
+
+
+def array_in(data: tuple[int, bool], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> UIntArray:
+    """An array over memory that it does not keep from being freed. data: the address, and whether it is only read."""
+    memory = _Memory(data=data, shape=shape, strides=strides, typestr=UINTS[itemsize].str)
+    found: UIntArray = np.asarray(memory)
+    return found
 
 
 def array_at(array: UIntArray) -> UIntArray:
     """The same memory as another array, which this one does not keep from being freed."""
-    found: UIntArray = np.asarray(_Memory(array))
-    return found
+    return array_in(array.__array_interface__["data"], array.shape, array.strides, array.itemsize)
 
 
 def _index(slices: tuple[slice, ...]) -> Any:

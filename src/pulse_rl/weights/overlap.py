@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UINTS
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.host_bits import array_in
 
 MAX_WORK = 10_000  # steps of NumPy's search for an address that two views share; a few suffice for views of tensors
 
@@ -39,20 +39,9 @@ def _share(one: Bits, other: Bits) -> bool:
         return True
 
 
-class _View:
-    """An array at some addresses, of which nothing is read: they may be another device's."""
-
-    def __init__(self, bits: TorchBits) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (bits.address, True),
-            "shape": bits.shape,
-            "strides": bits.strides,
-            "typestr": UINTS[bits.itemsize].str,
-        }
-
-
 def _addresses(bits: Bits) -> NDArray[Any] | None:
     if isinstance(bits, HostBits):
         return bits.array
-    return np.asarray(_View(bits)) if isinstance(bits, TorchBits) else None
+    if isinstance(bits, TorchBits):  # perhaps another device's memory, of which nothing is read
+        return array_in((bits.address, True), bits.shape, bits.strides, bits.itemsize)
+    return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -29,6 +28,7 @@ from pulse_rl.history.operate.unfinished import partial_uploads
 from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.history.versions import newest_readable, no_version
 from pulse_rl.log.signing import PublicKey
+from pulse_rl.parallel import at_once
 from pulse_rl.store.base import ObjectInfo, Store
 
 FOLDERS = ("manifests", "patches", "anchors", "trails", heartbeat.PREFIX)
@@ -244,11 +244,10 @@ def _store_time(objects: dict[str, list[ObjectInfo]]) -> float:
 
 def _list(store: Store) -> dict[str, list[ObjectInfo]] | None:
     """All objects, by folder; None where they cannot be listed."""
-    with ThreadPoolExecutor(len(FOLDERS)) as pool:
-        try:
-            return dict(zip(FOLDERS, pool.map(store.list, FOLDERS), strict=True))
-        except CannotListError:
-            return None
+    try:
+        return dict(zip(FOLDERS, at_once(store.list, FOLDERS, len(FOLDERS), "status"), strict=True))
+    except CannotListError:
+        return None
 
 
 def _manifests(objects: dict[str, list[ObjectInfo]] | None) -> dict[int, ObjectInfo]:

@@ -1,7 +1,6 @@
 """Who follows a history: what each subscriber last reported, judged."""
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -9,6 +8,7 @@ import msgspec
 from pulse_rl.errors import PulseError, one_line, printable
 from pulse_rl.history import heartbeat
 from pulse_rl.history.manifest import Manifest
+from pulse_rl.parallel import at_once
 from pulse_rl.store.base import ObjectInfo, Store
 
 SILENT_S = 300.0  # a worker that generates writes no heartbeat meanwhile
@@ -92,8 +92,8 @@ def read_subscribers(
     if len(beats) > MAX_SUBSCRIBERS:
         problems.append(f"of {len(beats)} heartbeats, the {MAX_SUBSCRIBERS} written last are shown")
         beats = sorted(sorted(beats, key=lambda info: info.modified)[-MAX_SUBSCRIBERS:])
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return tuple(pool.map(lambda info: _subscriber(store, info, newest.sequence, limits, written), beats)), expired
+    found = at_once(lambda info: _subscriber(store, info, newest.sequence, limits, written), beats, AT_ONCE, "status")
+    return tuple(found), expired
 
 
 def _subscriber(

@@ -5,7 +5,6 @@ fails is nobody's.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from pulse_rl.loco.payload import indices_of
 from pulse_rl.loco.sums import Mean
 from pulse_rl.loco.trainer import Trainer
 from pulse_rl.log.objects import fetch
-from pulse_rl.parallel import submit
+from pulse_rl.parallel import at_once
 
 REQUESTS_AT_ONCE = 8
 
@@ -86,8 +85,5 @@ def _fetch(board: Board, fragment: Fragment, number: int, offers: Sequence[Offer
             reason = error if not isinstance(error, IndexError) else f"it has no fragment {number}"
             raise ExchangeError(f"rank {offer.rank}: payload: {reason}", ranks=(offer.rank,)) from error
 
-    if len(offers) < 2:
-        return {offer.rank: read(offer) for offer in offers}
-    with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, len(offers)), thread_name_prefix="pulse-payload") as pool:
-        futures = {offer.rank: submit(pool, read, offer) for offer in offers}
-        return {rank: future.result() for rank, future in futures.items()}
+    found = at_once(read, offers, REQUESTS_AT_ONCE, "pulse-payload")
+    return {offer.rank: payload for offer, payload in zip(offers, found, strict=True)}

@@ -4,19 +4,17 @@ The files are divided among the ranks. Each writes its own to disk, a few MB at 
 send them. Then all put their files into the store at once. An anchor is rare, so its bytes may go over the group.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import SHARD_NBYTES, ShardFile, in_file_order, plan_shards, shard_header
-from pulse_rl.dtypes import ITEMSIZES, UINTS
+from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor import check_sent, put_assets, put_shards
 from pulse_rl.history.restore import scratch
@@ -26,7 +24,6 @@ from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import Box, FlatRun, whole
 from pulse_rl.weights.layout import Layout
-from pulse_rl.weights.pieces import place_view
 from pulse_rl.weights.segments import segments
 
 FEWEST_NBYTES = 64 << 20  # of a file, when a checkpoint is divided among ranks
@@ -42,8 +39,8 @@ class _Put(msgspec.Struct, array_like=True):
 class _Chunk(NamedTuple):
     """A run of elements of one tensor, as they follow each other in a file."""
 
-    name: str
-    run: FlatRun
+    boxes: list[tuple[str, Box]]  # with the tensor's name
+    nbytes: int
 
 
 def put_anchor_together(
@@ -95,56 +92,26 @@ def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: lis
         chunks = [schedule[step] if step < len(schedule) else None for schedule in schedules]
         chunks += [None] * (ranks.size - len(chunks))
         outgoing = partial(_outgoing, ranks, own, plan, chunks)
-        limit = max(_nbytes(plan, chunk) for chunk in chunks if chunk is not None)
+        limit = max(chunk.nbytes for chunk in chunks if chunk is not None)
         incoming = ranks.exchange("bring an anchor together", outgoing, limit)
         chunk = chunks[ranks.rank]
         if path is not None and chunk is not None:
-            ranks.attempt(partial(_append, path, _assemble(plan, chunk, incoming)))
+            ranks.attempt(partial(_append, path, plan.put_together(chunk.boxes, incoming)))
 
 
 def _outgoing(ranks: Ranks, own: Layout, plan: SharePlan, chunks: list[_Chunk | None]) -> list[bytes]:
     """What this rank sends each of a chunk that is in its file."""
-    return [b"" if chunk is None else _owned(ranks, own, plan, chunk) for chunk in chunks]
+    return [b"" if chunk is None else plan.owned(ranks.rank, chunk.boxes, own) for chunk in chunks]
 
 
-def _append(path: Path, data: bytes) -> None:
+def _append(path: Path, boxes: Iterable[tuple[str, Box, UIntArray]]) -> None:
     with path.open("ab") as file:
-        file.write(data)
+        file.writelines(array.data for _, _, array in boxes)
 
 
 def _chunks(plan: SharePlan, shard: ShardFile) -> Iterator[_Chunk]:
     for name in in_file_order(plan.tensors, shard.tensors):
-        for start, stop in segments(whole(plan.tensors[name].shape).size):
-            yield _Chunk(name, FlatRun(start, stop))
-
-
-def _nbytes(plan: SharePlan, chunk: _Chunk) -> int:
-    return chunk.run.size * ITEMSIZES[plan.tensors[chunk.name].dtype]
-
-
-def _cut(plan: SharePlan, chunk: _Chunk) -> Iterator[tuple[Box, Box, int]]:
-    """The boxes of a chunk, in order; of each, what the owners have of it, and who that is."""
-    for box in chunk.run.boxes(plan.tensors[chunk.name].shape):
-        for common, owner in plan.owners(chunk.name, box):
-            yield box, common, owner
-
-
-def _owned(ranks: Ranks, own: Layout, plan: SharePlan, chunk: _Chunk) -> bytes:
-    """The elements of a chunk that this rank owns."""
-    views = (place_view(own[chunk.name], part) for _, part, owner in _cut(plan, chunk) if owner == ranks.rank)
-    return b"".join(view.read(0, view.size).tobytes() for view in views)
-
-
-def _assemble(plan: SharePlan, chunk: _Chunk, incoming: list[memoryview]) -> bytes:
-    """The elements of a chunk, from what each rank sent of it."""
-    spec = plan.tensors[chunk.name]
-    dtype = UINTS[ITEMSIZES[spec.dtype]]
-    taken = [0] * len(incoming)
-    found: dict[Box, NDArray[Any]] = {}
-    for box, common, owner in _cut(plan, chunk):
-        array = found.setdefault(box, np.empty(box.sizes, dtype))
-        nbytes = common.size * dtype.itemsize
-        data = incoming[owner][taken[owner] : taken[owner] + nbytes]
-        taken[owner] += nbytes
-        array[common.slices(box)] = np.frombuffer(data, dtype).reshape(common.sizes)
-    return b"".join(array.tobytes() for array in found.values())
+        spec = plan.tensors[name]
+        for start, stop in segments(whole(spec.shape).size):
+            boxes = [(name, box) for box in FlatRun(start, stop).boxes(spec.shape)]
+            yield _Chunk(boxes, (stop - start) * ITEMSIZES[spec.dtype])

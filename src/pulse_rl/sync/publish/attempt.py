@@ -82,6 +82,6 @@ class Attempt:
                 place_view(self.tensors[name], place).scatter(0, indices, values)
         return Baseline(self.tensors, self.base, self.plan)
 
-    def moved(self, manifest: Manifest | None = None) -> Baseline:
-        """The baseline after the move. manifest: as it was committed; None before that."""
-        return Baseline(self.tensors, manifest or self.manifest, self.plan)
+    def moved(self, manifest: Manifest) -> Baseline:
+        """The baseline after the move. manifest: as it was committed."""
+        return Baseline(self.tensors, manifest, self.plan)

@@ -106,6 +106,8 @@ class Line:
         Returns whether it is committed.
         """
         committed = self.delivery.committed
-        stands = committed is not None and committed.sequence == attempt.manifest.sequence
-        self.position.baseline = attempt.moved(committed) if stands else attempt.undo()
-        return stands
+        if committed is None or committed.sequence != attempt.manifest.sequence:
+            self.position.baseline = attempt.undo()
+            return False
+        self.position.baseline = attempt.moved(committed)
+        return True

@@ -13,13 +13,12 @@ from functools import cached_property, lru_cache, partial
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
 import zstandard
 from msgspec.structs import replace
 
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
-from pulse_rl.dtypes import ITEMSIZES, UINTS
+from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.patches import Fetched
 from pulse_rl.patch.live import Copies
@@ -29,7 +28,7 @@ from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole
 from pulse_rl.weights.layout import HasLayout, Layout
 from pulse_rl.weights.memory import LiveWeights
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
 
 ROUND_NBYTES = 32 << 20  # of strips that one rank receives at a time
 MAX_NBYTES = 64 << 20  # of what one rank says that it needs, as JSON
@@ -219,22 +218,20 @@ def fetch_strips(
         for data in (decompress(one, MAX_NBYTES, "strips") for one in gathered)
     ]
     found: dict[str, list[Piece]] = {}
+    first = {name: copies[0] for name, copies in held.items()}
     for names, limit in _rounds(plan, wishes):
-        outgoing = partial(_outgoing, ranks.rank, plan, wishes, names, held)
+        boxes = [[(name, box) for name in names for box in wish.get(name, ())] for wish in wishes]
+        outgoing = partial(_outgoing, ranks.rank, plan, boxes, first)
         incoming = ranks.exchange("bring strips", outgoing, limit)
-        taken = [0] * len(incoming)
-        for name in names:
-            dtype = UINTS[ITEMSIZES[plan.tensors[name].dtype]]
-            for box in wishes[ranks.rank].get(name, ()):
-                array = np.empty(box.sizes, dtype)
-                for common, owner in plan.owners(name, box):
-                    nbytes = common.size * dtype.itemsize
-                    data = incoming[owner][taken[owner] : taken[owner] + nbytes]
-                    taken[owner] += nbytes
-                    array[common.slices(box)] = np.frombuffer(data, dtype).reshape(common.sizes)
-                piece = Piece(box, HostBits(plan.tensors[name].dtype, array), times=0)
-                found.setdefault(name, []).append(piece)
+        for name, box, array in plan.put_together(boxes[ranks.rank], incoming):
+            piece = Piece(box, HostBits(plan.tensors[name].dtype, array), times=0)
+            found.setdefault(name, []).append(piece)
     return found
+
+
+def _outgoing(rank: int, plan: SharePlan, boxes: list[list[tuple[str, Box]]], held: Mapping[str, Bits]) -> list[bytes]:
+    """What this rank owns of what each one needs."""
+    return [plan.owned(rank, needed, held) for needed in boxes]
 
 
 def _rounds(plan: SharePlan, wishes: list[dict[str, list[Box]]]) -> Iterator[tuple[list[str], int]]:
@@ -251,16 +248,3 @@ def _rounds(plan: SharePlan, wishes: list[dict[str, list[Box]]]) -> Iterator[tup
         waiting = [a + b for a, b in zip(waiting, more, strict=True)]
     if names:
         yield names, max(waiting)
-
-
-def _outgoing(
-    rank: int, plan: SharePlan, wishes: list[dict[str, list[Box]]], names: list[str], held: Mapping[str, Copies]
-) -> list[bytes]:
-    """What this rank owns of what each one needs of some tensors."""
-    found = []
-    for wish in wishes:
-        boxes = [(name, box) for name in names for box in wish.get(name, ())]
-        owned = [(name, part) for name, box in boxes for part, owner in plan.owners(name, box) if owner == rank]
-        views = [place_view(held[name][0], part) for name, part in owned]
-        found.append(b"".join(view.read(0, view.size).tobytes() for view in views))
-    return found

@@ -24,7 +24,6 @@ from pulse_rl.sync.shares import Share, SharePlan, layout_fingerprint, unequal_r
 from pulse_rl.sync.subscribe.held import Halo, HeldWeights
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 _ALTERED = "something other than this subscriber has written to them, or they are other weights"
@@ -173,18 +172,9 @@ def count(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str]) -> str:
     held.tie(tied)
     if not held.shared:
         return digests.to_hex(live_digest(by_name(held.share.held, tied)))
-    counted = ranks.share("count the weights", lambda: _counted(held, tied, ranks.rank), int, alike=True)
+    mine = partial(digests.share_digest, held.memory, held.plan.tensors, tied, first=ranks.rank == 0)
+    counted = ranks.share("count the weights", mine, int, alike=True)
     return digests.to_hex(sum(counted))
-
-
-def _counted(held: HeldWeights, tied: Mapping[str, str], rank: int) -> int:
-    """What this rank adds to the digest. Tensors without elements are the first rank's."""
-    total = digests.state_digest({name: bits for name, bits in held.memory.items() if bits.size})
-    if rank == 0:
-        for name, spec in held.plan.tensors.items():
-            if not whole(spec.shape).size and name not in tied:
-                total += digests.mix(digests.seed(name, spec.dtype, spec.shape))
-    return total & digests.MASK
 
 
 def unequal(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str]) -> IntegrityError | None:
