@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import pulse_rl as pulse
-from pulse_rl.engines import computed
+from pulse_rl.engines import derived
 from pulse_rl.engines.views import LiveViews
 
 Weights = dict[str, torch.Tensor]
@@ -125,6 +125,6 @@ def test_a_part_that_nothing_feeds_is_still_refused(run: pulse.Publisher) -> Non
 
 
 def test_a_large_tensor_is_refused(run: pulse.Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(computed, "LARGEST_NBYTES", 15)
+    monkeypatch.setattr(derived, "LARGEST_NBYTES", 15)
     with pytest.raises(pulse.UnmappedError, match="float32"):
         _views(Engine(_published()), run, computes=True)

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
+from pulse_rl.history.history import commit, seal
 from pulse_rl.history.manifest import FORMAT, Manifest, PatchRef, part_name, parts_name, trail_name
 from pulse_rl.history.patches import describe, list_parts
 from pulse_rl.history.trail import Trail, link_of
@@ -119,5 +120,5 @@ def publish_parts(store: Store, old: Any, new: Any, cut: Cut, ranks: int, *, cod
     stored = ObjectRef(trail_name(sequence, token), len(trail), blake3(trail).hexdigest())
     store.put(stored.name, trail)
     manifest = replace(manifest, trail=stored)
-    history.commit(manifest)
+    commit(history, manifest, seal(history, manifest))
     return manifest

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
-from pulse_rl.history.history import History
+from pulse_rl.history.history import History, commit, seal
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate import prune
 from pulse_rl.history.operate.verify import verify
@@ -154,14 +154,13 @@ def test_a_second_thread_is_refused(call: str, monkeypatch: pytest.MonkeyPatch) 
     store = history_of(1)
     publisher = pulse.Publisher(store)
     inside, leave = threading.Event(), threading.Event()
-    commit = publisher.history.commit
 
-    def slow(manifest: Any) -> None:
+    def slow(*given: Any) -> None:
         inside.set()
         assert leave.wait(60)
-        commit(manifest)
+        commit(*given)
 
-    monkeypatch.setattr(publisher.history, "commit", slow)
+    monkeypatch.setattr(delivery, "commit", slow)
     reports: list[Any] = []
     thread = threading.Thread(target=lambda: reports.append(publisher.publish(weights(1), version=1)))
     thread.start()
@@ -291,7 +290,7 @@ def test_what_cannot_be_read_back_is_not_committed(monkeypatch: pytest.MonkeyPat
     publisher = pulse.Publisher(store)
     publisher.resume()
     before = names(store)
-    for owner, name in ((delivery, "decode_trail"), (publisher.history, "seal")):
+    for owner, name in ((delivery, "decode_trail"), (delivery, "seal")):
         with monkeypatch.context() as patched:
 
             def refuse(*_: Any) -> Any:
@@ -308,7 +307,7 @@ def test_a_public_key_that_is_not_the_private_one_s() -> None:
     history = History(history_of(1, sign_with=KEY), sign_with=KEY, public_key=Ed25519PrivateKey.generate().public_key())
     manifest = History(history.store).read(0)
     with pytest.raises(pulse.IntegrityError, match="not by the key"):
-        history.seal(manifest)
+        seal(history, manifest)
 
 
 # After the commit

@@ -13,6 +13,7 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.errors import StoreError
+from pulse_rl.history.history import commit
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.sync import turn
 from pulse_rl.sync.publish import (
@@ -44,15 +45,15 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: py
     publisher.publish(weights, version=0)
     weights["w"][0] = 1000
     publisher.publish(weights, version=1, background=background)
-    commit, where, passed, times = publisher.history.commit, None, 0, Counter[Any]()
+    where, passed, times = None, 0, Counter[Any]()
 
-    def refused(manifest: Any) -> Any:
-        monkeypatch.setattr(publisher.history, "commit", commit)
+    def refused(*_: Any) -> Any:
+        monkeypatch.setattr(delivery, "commit", commit)
         raise StoreError("refused")
 
     if fails:
         publisher.flush()
-        monkeypatch.setattr(publisher.history, "commit", refused)
+        monkeypatch.setattr(delivery, "commit", refused)
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal passed, where
@@ -128,18 +129,17 @@ def test_a_delivery_that_an_interruption_left_behind_is_awaited(monkeypatch: pyt
     weights = {"w": np.arange(100, dtype=np.uint16)}
     publisher = pulse.Publisher(store)
     publisher.publish(weights, version=0)
-    commit = publisher.history.commit
 
-    def slow(manifest: Any) -> None:
+    def slow(*given: Any) -> None:
         time.sleep(0.3)
-        commit(manifest)
+        commit(*given)
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
     weights["w"][0] = 1000
     with monkeypatch.context() as patched:
-        patched.setattr(publisher.history, "commit", slow)
+        patched.setattr(delivery, "commit", slow)
         patched.setattr(pipeline, "_InFlight", interrupted)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish(weights, version=1, background=True)

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import pulse_rl as pulse
-from pulse_rl.sync.publish import anchors, line, pipeline
+from pulse_rl.history.history import commit
+from pulse_rl.sync.publish import anchors, delivery, line, pipeline
 from pulse_rl.sync.subscribe import subscriber
 from tests.group import world as group_world
 from tests.group.world import caught
@@ -212,14 +213,13 @@ def lose_after_a_commit(rank: int, size: int, store: str) -> Any:
     """Rank 0 is killed when it has committed version 1, and before it says so."""
     made = pulse.Publisher(store, group=dist.group.WORLD, group_timeout=20, codec="gap")
     made.publish(shares(model(0), rank, size))
-    commit = made.history.commit
 
-    def commit_and_die(manifest: Any) -> None:
-        commit(manifest)
+    def commit_and_die(*given: Any) -> None:
+        commit(*given)
         os.kill(os.getpid(), 9)
 
     if rank == 0:
-        made.history.commit = commit_and_die  # type: ignore[method-assign]
+        pytest.MonkeyPatch().setattr(delivery, "commit", commit_and_die)
     return caught(lambda: made.publish(shares(model(1), rank, size))), made.version
 
 

@@ -198,38 +198,17 @@ def _write(report: Report, directory: Path, html: bool | None) -> list[Path]:
 
 
 def _print(report: Report) -> None:
-    from pulse_rl.study.show.page import times
+    from pulse_rl.study.show import page
 
     output.facts(_facts(report))
     for note in report.notes:
         output.write(f"note: {printable(note)}\n")
-    output.write("\n")
-    rows: list[tuple[object, ...]] = []
-    for span in report.spans:
-        over = span.over_time
-        rows.append((span.k, *(f"{x:.4%}" for x in (over.mean, over.std, over.min, over.max)), len(span.bases)))
-    output.table(["steps", "sparsity", "spread", "lowest", "highest", "pairs"], rows)
-    output.write("\n")
-    rows = [
-        (g.name, g.tensors, f"{g.elements:,}", f"{g.density:.4%}", f"{g.min:.4%}", f"{g.max:.4%}") for g in report.kinds
-    ]
-    output.table(["kind", "tensors", "elements", "density", "lowest", "highest"], rows)
-    if report.patch_nbytes:
+    tables = [page.spans(report), page.groups("kind", report.kinds)]
+    tables += [page.codecs(report)] if report.patch_nbytes else []
+    tables += [page.precisions(report)] if report.precisions else []
+    for columns, rows in tables:
         output.write("\n")
-        changes = sum(step.changes for step in report.steps)
-        rows = []
-        for codec, mean in report.patch_nbytes.items():
-            bits = f"{8 * mean * len(report.steps) / changes:.2f}" if changes else ""
-            rows.append((codec, nbytes(mean), bits, times(report.full_nbytes, mean)))
-        output.table(["codec", "patch", "bits per change", "reduction"], rows)
-    if report.precisions:
-        output.write("\n")
-        rows = []
-        for name, steps in report.precisions.items():
-            scales = sum(step.scales for step in steps)
-            rescaled = f"{sum(step.rescaled for step in steps) / scales:.4%}" if scales else ""
-            rows.append((name, f"{sum(step.density for step in steps) / len(steps):.4%}", rescaled))
-        output.table(["cast to", "codes changed", "scales changed"], rows)
+        output.table(columns, rows)
 
 
 def _facts(report: Report) -> dict[str, str]:

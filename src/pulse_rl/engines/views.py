@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from pulse_rl.engines.adoption import prove
-from pulse_rl.engines.computed import computed, recomputed
 from pulse_rl.engines.coverage import check_coverage
-from pulse_rl.engines.derived import Derived, Rebuilding
+from pulse_rl.engines.derived import Derived, Rebuilding, computed, recomputed
 from pulse_rl.engines.geometry import NotBoxes, cells
 from pulse_rl.engines.tracing import LoaderCopy, LoadWeights, storage_of, torch_dtype, trace
 from pulse_rl.errors import UnmappedError

@@ -208,60 +208,6 @@ class History(Versions):
             remember(self._trails, key, trail, KEPT_TRAILS)
         return self._trails[key]
 
-    def commit(self, manifest: Manifest) -> None:
-        """Make a version visible, all at once. Its objects must be in the store already.
-
-        Args:
-            manifest: The manifest of the version, with the sequence number that comes next.
-
-        Raises:
-            StoreError: If another publisher has committed a version of this sequence number, or a later one and
-                pruned this one.
-            IntegrityError: If no reader could read the manifest.
-        """
-        name = manifest_name(manifest.sequence)
-        try:
-            mine = create(self.store, name, self.seal(manifest))
-        except StoreError as error:
-            error.add_note("`resume()` returns the newest version, which is this one if it was committed all the same")
-            raise
-        if not mine:
-            other = self.read(manifest.sequence)
-            how = f"another publisher ({other.publisher}) has committed version {other.version} to {self.store.url}"
-            raise self._overtaken(how, name)
-        pruned = False
-        with suppress(Exception):  # the commit has succeeded; that it was pruned already is rare
-            pruned = self.first() > manifest.sequence
-        if pruned:
-            self.store.delete(name)
-            raise self._overtaken(f"another publisher has gone on with {self.store.url} and pruned it", name)
-        remember(self._known, manifest.sequence, KnownManifest(manifest, self._keys.signs), KEPT)
-
-    def _overtaken(self, how: str, name: str) -> StoreError:
-        return StoreError(
-            f"{how}: a history has one publisher at a time; open a new Publisher to go on from its "
-            "newest version, or use another store",
-            url=self.store.url,
-            name=name,
-        )
-
-    def seal(self, manifest: Manifest) -> bytes:
-        """Encode a manifest, and read it back as every reader does: what none could read is never committed.
-
-        Args:
-            manifest: The manifest of a version.
-
-        Returns:
-            The bytes of its object.
-
-        Raises:
-            IntegrityError: If it cannot be read back.
-        """
-        data = self._keys.seal(manifest)
-        if parse(data, manifest.sequence, self._keys, "the new manifest") != manifest:
-            raise IntegrityError("the new manifest: what is read back differs", name=manifest_name(manifest.sequence))
-        return data
-
     def mark_end(self, manifest: Manifest) -> None:
         """Mark a version as the last one of its run. A version after it makes the mark void.
 
@@ -299,3 +245,48 @@ def holds(store: Store, manifest: Manifest) -> bool:
         return parse(data, manifest.sequence, None, f"{name} in {store.url}") == manifest
     except IntegrityError:
         return True
+
+
+def seal(history: History, manifest: Manifest) -> bytes:
+    """The bytes of a manifest, read back as every reader does: what none could read is never committed.
+
+    Raises IntegrityError if it cannot be read back.
+    """
+    data = history._keys.seal(manifest)
+    if parse(data, manifest.sequence, history._keys, "the new manifest") != manifest:
+        raise IntegrityError("the new manifest: what is read back differs", name=manifest_name(manifest.sequence))
+    return data
+
+
+def commit(history: History, manifest: Manifest, data: bytes) -> None:
+    """Make a version visible, all at once. Its objects must be in the store already. data: the manifest, as sealed.
+
+    Raises StoreError if another publisher has committed a version of this sequence number, or a later one and pruned
+    this one.
+    """
+    store, name = history.store, manifest_name(manifest.sequence)
+    try:
+        mine = create(store, name, data)
+    except StoreError as error:
+        error.add_note("`resume()` returns the newest version, which is this one if it was committed all the same")
+        raise
+    if not mine:
+        other = history.read(manifest.sequence)
+        how = f"another publisher ({other.publisher}) has committed version {other.version} to {store.url}"
+        raise _overtaken(how, store, name)
+    pruned = False
+    with suppress(Exception):  # the commit has succeeded; that it was pruned already is rare
+        pruned = history.first() > manifest.sequence
+    if pruned:
+        store.delete(name)
+        raise _overtaken(f"another publisher has gone on with {store.url} and pruned it", store, name)
+    remember(history._known, manifest.sequence, KnownManifest(manifest, history.signs), KEPT)
+
+
+def _overtaken(how: str, store: Store, name: str) -> StoreError:
+    return StoreError(
+        f"{how}: a history has one publisher at a time; open a new Publisher to go on from its "
+        "newest version, or use another store",
+        url=store.url,
+        name=name,
+    )

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from pulse_rl.loco.arguments import SCALES, check_choices
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.elastic import Membership
 from pulse_rl.loco.exchange import EXCHANGES, Exchange
@@ -11,6 +10,8 @@ from pulse_rl.loco.gate import GATES, Gate
 from pulse_rl.loco.meeting.group import StoreGroup
 from pulse_rl.loco.payload import VALUE_DTYPES, Coding, ValueDtype
 from pulse_rl.loco.rounds import LocalSteps
+
+SCALES = 1024  # the largest scale of a gate, and the inverse of the smallest
 
 
 class PulseLoCo(LocalSteps):
@@ -76,12 +77,16 @@ class PulseLoCo(LocalSteps):
         value_dtype: ValueDtype = "log8",
         exchange: Exchange = "auto",
     ) -> None:
-        check_choices(
-            gate_scale,
-            gate=(gate, GATES),
-            value_dtype=(value_dtype, VALUE_DTYPES),
-            exchange=(exchange, EXCHANGES),
-        )
+        choices = {
+            "gate": (gate, GATES),
+            "value_dtype": (value_dtype, VALUE_DTYPES),
+            "exchange": (exchange, EXCHANGES),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
+        if gate_scale is not None and not 1 / SCALES <= gate_scale <= SCALES:
+            raise ValueError(f"gate_scale: expected None, or from 1/{SCALES} to {SCALES}, found {gate_scale}")
         if exchange == "split" and isinstance(group, StoreGroup):
             raise ValueError(
                 "exchange: expected auto or gather with a StoreGroup, where all read all payloads, found split"

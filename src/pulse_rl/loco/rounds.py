@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from pulse_rl.errors import ExchangeError
 from pulse_rl.group.collectives import Group
-from pulse_rl.loco import arguments, checkpoint
+from pulse_rl.loco import checkpoint
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.elastic import Membership
 from pulse_rl.loco.exchange import Timings
@@ -51,7 +51,7 @@ from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting.group import StoreGroup
 from pulse_rl.loco.members import TRAINERS, FixedMembers, Members
 from pulse_rl.loco.outcome import LocoReport, Outcome
-from pulse_rl.loco.steps import InnerSteps, warn_unexchanged
+from pulse_rl.loco.steps import InnerSteps, check_stepped, trainable, warn_unexchanged
 from pulse_rl.loco.trainer import Trainer
 from pulse_rl.observers import tell, telling_failures
 from pulse_rl.parallel import submit
@@ -99,13 +99,19 @@ class LocalSteps:
         overlap: int = 0,
         group: dist.ProcessGroup | Membership | StoreGroup | None = None,
     ) -> None:
-        arguments.check_numbers(
-            sync_every=sync_every,
-            overlap=overlap,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-        )
-        parameters = arguments.trainable(model, inner_optimizer)
+        if sync_every < 1:
+            raise ValueError(f"sync_every: expected at least 1 inner step, found {sync_every}")
+        if not 0 <= overlap < sync_every:
+            raise ValueError(
+                f"overlap: expected 0 to {sync_every - 1} inner steps, so that a round ends before the next begins, "
+                f"found {overlap}"
+            )
+        if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+            raise ValueError(
+                f"expected outer_lr above 0 and outer_momentum from 0 up to, not including, 1, found {outer_lr} and "
+                f"{outer_momentum}"
+            )
+        parameters = trainable(model, inner_optimizer)
         self.sync_every = sync_every
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
@@ -363,4 +369,4 @@ class LocalSteps:
         shared = self._masters.shapes
         live = {n: p for n, p in named_parameters(self._model).items() if p.requires_grad or n in shared}
         self._masters.rebind(live)
-        arguments.check_stepped(live, self._inner)
+        check_stepped(live, self._inner)

@@ -6,13 +6,14 @@ parameters, whose rounds would end in the same steps. An optimizer that wraps th
 the same step with it and is let through.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pulse_rl.logs import logger
+from pulse_rl.weights.names import named_parameters
 
 log = logger(__name__)
 
@@ -74,7 +75,7 @@ class InnerSteps:
         before = self._others.pop(id(optimizer), self._steps)
         if self._stepping or self._steps > before:
             return
-        if _parameters(self._model) & {id(p) for group in optimizer.param_groups for p in group["params"]}:
+        if _parameters(self._model) & _stepped_by(optimizer):
             raise RuntimeError(
                 f"expected only the inner optimizer to step parameters of this model within the context, found a step "
                 f"of another {type(optimizer).__name__}, which no round would count: leave the context and make one "
@@ -111,5 +112,33 @@ def warn_unexchanged(steps: int, round: int) -> None:
     )
 
 
+def trainable(model: torch.nn.Module, inner_optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """The trainable parameters, by name. Raises ValueError unless the inner optimizer has them all and no others."""
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if not parameters:
+        raise ValueError("model: expected trainable parameters, found none")
+    check_stepped(parameters, inner_optimizer)
+    if strangers := len(_stepped_by(inner_optimizer) - _parameters(model)):
+        raise ValueError(
+            f"expected only the model's parameters in the inner optimizer, found {strangers} others, which no round "
+            "would share: make them the model's, or give them another optimizer"
+        )
+    return parameters
+
+
+def check_stepped(parameters: Mapping[str, torch.nn.Parameter], inner_optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless the inner optimizer has all of these trainable parameters."""
+    stepped = _stepped_by(inner_optimizer)
+    if missing := [name for name, p in parameters.items() if p.requires_grad and id(p) not in stepped]:
+        raise ValueError(
+            f"expected every trainable parameter in the inner optimizer, found {len(missing)} that are not: "
+            f"{', '.join(missing[:8])}"
+        )
+
+
 def _parameters(model: torch.nn.Module) -> set[int]:
     return {id(parameter) for parameter in model.parameters()}
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for settings in optimizer.param_groups for p in settings["params"]}

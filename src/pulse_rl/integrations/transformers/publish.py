@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pulse_rl import Publisher, Store
 from pulse_rl.errors import require
 from pulse_rl.integrations.steps import StepPublisher
-from pulse_rl.integrations.transformers.scalars import log_scalars
 
 if TYPE_CHECKING:
     import torch
@@ -92,3 +91,9 @@ def _files_of(assets: Any) -> dict[str, bytes]:
     with TemporaryDirectory(prefix="pulse-rl-") as directory:
         assets.save_pretrained(directory)
         return {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}
+
+
+def log_scalars(trainer: Any, scalars: dict[str, float]) -> None:
+    """Log numbers as the trainer's own, and so to every tracker in its `report_to`."""
+    # The base class's method, not an override: TRL's would log, and clear, its own metrics along with ours.
+    _transformers.Trainer.log(trainer, scalars)

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from pulse_rl.errors import require
-from pulse_rl.integrations.transformers.scalars import log_scalars
+from pulse_rl.integrations.transformers.publish import log_scalars
 from pulse_rl.study.monitor import SparsityMonitor
 
 _transformers = require("transformers", "run")

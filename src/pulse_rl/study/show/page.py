@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from pulse_rl.html.page import Page
-from pulse_rl.study.results import KStepSparsity, Report, TensorGroup, TensorStudy
+from pulse_rl.study.results import Report, TensorGroup, TensorStudy
 from pulse_rl.study.show import plots
 from pulse_rl.units import nbytes
 
 LISTED = 10  # tensors at each end
 FULL = "full weights"
+Table = tuple[Sequence[str], list[list[str]]]
 PRECISIONS = (
     "The stored weights are cast. If they are BF16, this is what a receiver sees that casts the published weights; if "
     "they are FP32 masters, one whose weights are cast from the masters.",
@@ -34,15 +35,15 @@ def html(report: Report) -> str:
     page.points(report.notes)
     page.heading("Over time")
     page.plot(plots.sparsity(report))
-    page.table("Sparsity over k steps", ("k", "mean", "spread", "lowest", "highest", "pairs"), _spans(report))
+    page.table("Sparsity over k steps", *spans(report))
     page.plot(plots.prediction(report))
     page.plot(plots.rate(report))
     page.heading("Where the changes are")
     page.plot(plots.kinds(report))
     page.plot(plots.kinds_over_time(report))
-    page.table("By kind of layer", *_groups("kind", report.kinds))
+    page.table("By kind of layer", *groups("kind", report.kinds))
     page.plot(plots.layers(report))
-    page.table("By depth", *_groups("layer", report.depths), folded=True)
+    page.table("By depth", *groups("layer", report.depths), folded=True)
     filled = sorted((t for t in report.tensors if t.elements), key=lambda t: -t.density)
     page.table(f"The {min(LISTED, len(filled))} most changing tensors, by density", *_tensors(filled[:LISTED]))
     page.table(f"The {min(LISTED, len(filled))} least changing tensors, by density", *_tensors(filled[::-1][:LISTED]))
@@ -60,11 +61,11 @@ def html(report: Report) -> str:
         page.heading("What other precisions see")
         page.points(PRECISIONS)
         page.plot(plots.precisions(report))
-        page.table("Codes that change in a step, by precision", *_precisions(report))
+        page.table("Codes that change in a step, by precision", *precisions(report))
     page.heading("What a patch costs")
     page.plot(plots.sizes(report))
     page.plot(plots.bits(report))
-    page.table("A step's patch", *_codecs(report))
+    page.table("A step's patch", *codecs(report))
     page.table("Every step", *_steps(report), folded=True)
     return page.html()
 
@@ -82,7 +83,7 @@ def headline(report: Report) -> list[tuple[str, str, str]]:
         found.append((f"sparsity, {longest.k} steps", f"{longest.over_time.mean:.3%}", f"mean of S_{longest.k}"))
     found.append((FULL, nbytes(report.full_nbytes), f"{report.elements:,} elements"))
     for name, mean in _patches(report).items():
-        found.append((f"patch, {name}", nbytes(mean), f"{times(report.full_nbytes, mean)} fewer bytes"))
+        found.append((f"patch, {name}", nbytes(mean), f"{_times(report.full_nbytes, mean)} fewer bytes"))
     return found
 
 
@@ -98,7 +99,7 @@ def _patches(report: Report) -> dict[str, float]:
     return dict(sorted(report.patch_nbytes.items(), key=lambda item: item[1]))
 
 
-def times(full: float, sent: float) -> str:
+def _times(full: float, sent: float) -> str:
     return f"{full / sent:,.0f} ×" if sent and full / sent >= 10 else f"{full / max(1, sent):.2g} ×"
 
 
@@ -107,29 +108,26 @@ def _or_dash(value: float | None, form: str = ".3%") -> str:
     return "–" if value is None else format(value, form)
 
 
-def _spans(report: Report) -> list[list[str]]:
-    def row(span: KStepSparsity) -> list[str]:
-        over = span.over_time
-        return [
-            str(span.k),
-            *(f"{value:.3%}" for value in (over.mean, over.std, over.min, over.max)),
-            str(len(span.bases)),
-        ]
-
-    return [row(span) for span in report.spans]
-
-
-Table = tuple[Sequence[str], list[list[str]]]
+def spans(report: Report) -> Table:
+    """The sparsity over 1, 2, 4, … steps."""
+    rows = [
+        [str(span.k)]
+        + [f"{getattr(span.over_time, name):.4%}" for name in ("mean", "std", "min", "max")]
+        + [str(len(span.bases))]
+        for span in report.spans
+    ]
+    return ("steps", "sparsity", "spread", "lowest", "highest", "pairs"), rows
 
 
-def _groups(what: str, groups: Sequence[TensorGroup]) -> Table:
-    spans = list(dict.fromkeys(k for group in groups for k in group.sparsity))
-    columns = (what, "tensors", "elements", "density", "lowest", "highest", *(f"S_{k}" for k in spans))
+def groups(what: str, found: Sequence[TensorGroup]) -> Table:
+    """The sparsity of groups of tensors. what: of which sort they are."""
+    steps = list(dict.fromkeys(k for group in found for k in group.sparsity))
+    columns = (what, "tensors", "elements", "density", "lowest", "highest", *(f"S_{k}" for k in steps))
     rows = [
         [group.name, f"{group.tensors:,}", f"{group.elements:,}"]
         + [f"{value:.4%}" for value in (group.density, group.min, group.max)]
-        + [_or_dash(group.sparsity.get(k)) for k in spans]
-        for group in groups
+        + [_or_dash(group.sparsity.get(k)) for k in steps]
+        for group in found
     ]
     return columns, rows
 
@@ -187,7 +185,8 @@ def _recurrence(report: Report) -> list[list[str]]:
     return rows
 
 
-def _precisions(report: Report) -> Table:
+def precisions(report: Report) -> Table:
+    """What of a step receivers of other precisions see."""
     rows = []
     for name, seen in report.precisions.items():
         densities, scales = [one.density for one in seen], sum(one.scales for one in seen)
@@ -201,7 +200,8 @@ def _precisions(report: Report) -> Table:
     return ("precision", "scales", "density", "lowest", "highest", "scales changed"), rows
 
 
-def _codecs(report: Report) -> Table:
+def codecs(report: Report) -> Table:
+    """What a step takes with each codec, beside the least possible and the weights themselves."""
     changes = sum(step.changes for step in report.steps) / len(report.steps)
     bound = sum(step.bounds.total for step in report.steps) / len(report.steps) / 8
     found = _patches(report) | {"entropy bound": bound, FULL: float(report.full_nbytes)}
@@ -210,7 +210,7 @@ def _codecs(report: Report) -> Table:
             name,
             nbytes(mean),
             f"{8 * mean / changes:.2f}" if changes and name != FULL else "–",
-            times(report.full_nbytes, mean),
+            _times(report.full_nbytes, mean),
         ]
         for name, mean in found.items()
     ]

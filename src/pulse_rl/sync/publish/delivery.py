@@ -22,7 +22,7 @@ from pulse_rl.errors import CannotListError, PulseError, StoreError, VersionSkew
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor import put_anchor
 from pulse_rl.history.ending import END
-from pulse_rl.history.history import History
+from pulse_rl.history.history import History, commit, seal
 from pulse_rl.history.manifest import (
     Manifest,
     PatchObject,
@@ -215,9 +215,9 @@ class Delivery:
             return 0.0
         manifest = self._put_trail(attempt, manifest)
         manifest = msgspec.structs.replace(manifest, created=time.time())
-        self.history.seal(manifest)  # which proves that it can be read
+        data = seal(self.history, manifest)
         self._committing = attempt.start.token
-        self.history.commit(manifest)
+        commit(self.history, manifest, data)
         self._stand(manifest)
         return manifest.created
 
