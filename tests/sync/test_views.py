@@ -19,10 +19,11 @@ from pulse_rl.cli.app import app
 from pulse_rl.errors import one_line
 from pulse_rl.history.history import History
 from pulse_rl.patch.overlay import PatchSection
-from pulse_rl.patch.scan import Found, Scan
+from pulse_rl.patch.scan import Scan
 from pulse_rl.patch.since import Known
 from pulse_rl.units import nbytes
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import Found
 from pulse_rl.weights.views.quantised import Quantised
 from tests.loco.ranks import Ranks
 from tests.store.through import Through

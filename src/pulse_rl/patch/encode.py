@@ -169,7 +169,9 @@ def find(
     since = scan if isinstance(scan, Since) else None
     scan = scan or Scan(old, new, table, digest_old)
     counts: list[NDArray[np.int64]] = []
-    nonfinite, spoilt = 0, ""
+    delta = base = nonfinite = 0
+    read_s = diff_s = 0.0
+    spoilt = ""
     lying = None  # where the old bits are, for codecs that read them
     if since is None and any(codec.conditional for codec in codecs):
         alone = derived(old, each_alone)
@@ -179,7 +181,10 @@ def find(
         sections = [section]
         segments = _Segments(group, entries, old, lying, first, since)
         done = 0  # of these
-        for edges, (indices, values), replaced in scan.find(one):
+        for found in scan.find(one):
+            edges, (indices, values), replaced = found[:3]
+            delta, base = delta + found.delta, base + found.base
+            read_s, diff_s = read_s + found.read_s, diff_s + found.diff_s
             changed = np.diff(edges)
             counts.append(changed)
             marked = not_finite(values, entries[0].dtype)
@@ -195,17 +200,17 @@ def find(
             held.add(run, segments.boundaries(done, len(changed)), codings)
             done += len(changed)
     stream = derived(new, _table_of, table, tied)
-    base = scan.base + (digests.empty_digest(old) if digest_old else 0)
+    base += digests.empty_digest(old) if digest_old else 0
     return FoundChanges(
         stream,
         np.concatenate(counts or [np.empty(0, np.int64)]),
         derived(table, patch_format.covered)[0],
         base & digests.MASK,
-        scan.delta & digests.MASK,
+        delta & digests.MASK,
         nonfinite,
         spoilt,
-        scan.read_s,
-        scan.diff_s,
+        read_s,
+        diff_s,
         codings,
         held,
     )

@@ -5,35 +5,22 @@ A call searches many segments, in the order in which a patch codes them, so noth
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.patch.segments import CutGroup, Entry, Segments
 from pulse_rl.patch.targets import device_for, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
-from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.changes import Changes, Found
 from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of
 
 AT_ONCE = 1 << 28  # elements that are searched in a call; the bits that lead to what changed take 32 MB
 SPARSE = 64  # elements for each change that a first call has room for
-
-
-class Differing(NamedTuple):
-    """The changes of consecutive segments."""
-
-    edges: NDArray[np.int64]  # (segments + 1,): where those of each begin, and the last one's end
-    changes: Changes
-    replaced: UIntArray  # (k,) the old bits of these elements
-    base: int  # the segments' share of the old digest; 0 where that is not asked for
-    delta: int  # what the digest gains
-    seconds: float
 
 
 def differing(
@@ -44,7 +31,7 @@ def differing(
     held_nbytes: int,
     *,
     digest_old: bool,
-) -> Iterator[Differing] | None:
+) -> Iterator[Found] | None:
     """The changes of all segments of a group, in order; None unless all of it lies on one device, as rows.
 
     entries: the group's tensors. held_nbytes: how much memory the changes of a call should take.
@@ -94,7 +81,7 @@ def _search(
     cast: bool,
     held_nbytes: int,
     digest_old: bool,
-) -> Iterator[Differing]:
+) -> Iterator[Found]:
     searched = changed = at = 0
     ends = np.cumsum(sizes)
     while at < len(sizes):
@@ -109,5 +96,5 @@ def _search(
         base = device.digest(before, mine, itemsize) if digest_old else 0
         seconds = time.perf_counter() - clock
         changes = Changes(found.indices, found.values)
-        yield Differing(found.edges, changes, found.replaced, base, found.delta, seconds)
+        yield Found(found.edges, changes, found.replaced, found.delta, seconds, base=base)
         searched, changed, at = int(ends[end - 1]), changed + len(found.indices), end

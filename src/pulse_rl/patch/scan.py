@@ -25,38 +25,13 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, lying_itemsize
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, runs
-from pulse_rl.weights.changes import Changes, comparable_rows, find_cast_changes, find_changes
+from pulse_rl.weights.changes import Changes, Found, comparable_rows, find_cast_changes, find_changes, joined
 from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import place_view
 from pulse_rl.weights.segments import SEGMENT
 
 TOGETHER_NBYTES = 1 << 20  # of the changes of tiles that are handed on at once
 HELD_NBYTES = 32 << 20  # of a group's changes: as much as is kept of a patch while it is proved
-
-
-class Found(NamedTuple):
-    """The changes of consecutive segments, of all of them one after another."""
-
-    edges: NDArray[np.int64]  # (segments + 1,): where those of each begin, and the last one's end
-    changes: Changes
-    replaced: UIntArray  # (k,) the old bits of these elements
-
-
-class _Compared(NamedTuple):
-    """What comparing parts of tensors gave."""
-
-    counts: NDArray[np.int64]  # (parts,) changes of each
-    changes: Changes
-    replaced: UIntArray
-    base: int  # its share of the old digest; 0 where that is not asked for
-    delta: int  # new digest minus old digest
-    read_s: float
-    diff_s: float
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the changes."""
-        return self.changes.indices.nbytes + self.changes.values.nbytes + self.replaced.nbytes
 
 
 class _Part(NamedTuple):
@@ -72,7 +47,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class Scan:
-    """Compares two states of weights group by group, and adds up what it finds.
+    """Compares two states of weights group by group.
 
     old, new: the same tensors, old in the same pieces as new or larger ones. table: of these.
     """
@@ -81,11 +56,7 @@ class Scan:
     new: Mapping[str, Bits]
     table: Sequence[Entry]
     digest_old: bool  # whether to add up the digest of old too
-    base: int = 0  # of the elements that were compared
-    delta: int = 0  # new digest minus old digest
-    read_s: float = 0.0  # summed over threads, as is the next
-    diff_s: float = 0.0
-    elements: int = 0
+    elements: int = 0  # that were compared
     nbytes: int = 0  # of all changes
 
     def find(self, one: PatchSection) -> Iterator[Found]:
@@ -94,27 +65,15 @@ class Scan:
         elements = int(group.sizes.sum()) * len(entries)
         if elements == 0:
             return
-        on_device = differing(group, entries, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
-        if on_device is not None:
-            self.elements += elements
-            for edges, changes, replaced, base, delta, seconds in on_device:
-                self._add(_Compared(np.diff(edges), changes, replaced, base, delta, 0.0, seconds))
-                yield Found(edges, changes, replaced)
-            return
         expected = elements * self.nbytes // max(1, self.elements)
         self.elements += elements
-        found = self._in_runs(group, entries) if expected <= HELD_NBYTES else None
-        if found is None:
-            yield from self._in_tiles(group, entries)
-        else:
+        several = differing(group, entries, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
+        if several is None:
+            found = self._in_runs(group, entries) if expected <= HELD_NBYTES else None
+            several = self._in_tiles(group, entries) if found is None else iter([found])
+        for found in several:
+            self.nbytes += found.nbytes
             yield found
-
-    def _add(self, compared: _Compared) -> None:
-        self.base += compared.base
-        self.delta += compared.delta
-        self.read_s += compared.read_s
-        self.diff_s += compared.diff_s
-        self.nbytes += compared.nbytes
 
     def _in_tiles(self, group: CutGroup, entries: Sequence[Entry]) -> Iterator[Found]:
         """Compare tile by tile."""
@@ -128,11 +87,7 @@ class Scan:
                     yield _Part(seed, at, old, new, 0, new.size)
 
         compared = ordered_map(partial(_compare, digest_old=self.digest_old), parts())
-        for several in batched(compared, lambda one: 1 + one.nbytes, TOGETHER_NBYTES):
-            for one in several:
-                self._add(one)
-            counts, indices, values, replaced = _joined(several)
-            yield Found(np.concatenate([[0], np.cumsum(counts)]), Changes(indices, values), replaced)
+        yield from map(joined, batched(compared, lambda one: 1 + one.nbytes, TOGETHER_NBYTES))
 
     def _in_runs(self, group: CutGroup, entries: Sequence[Entry]) -> Found | None:
         """Compare run by run. None where that is not possible, or takes too much memory."""
@@ -144,26 +99,21 @@ class Scan:
         if not (before.contiguous and after.contiguous):
             return None
         cut = [list(runs(box, shape)) for box in boxes]
-        compare: Callable[..., _Compared] = _compare
+        compare: Callable[..., Found] = _compare
         work: Iterator[Any] = self._runs(entries, cut)
         near, far, itemsize = before.spots, after.spots, self.old[entries[0].name].itemsize
         if near is not None and far is not None and before.itemsize == itemsize:
             cast = after.itemsize != itemsize
             compare = partial(_compare_runs, near, far, before.sizes, itemsize, cast=cast)
             work = sliced(before.sizes, SEGMENT)
-        found: list[_Compared] = []
+        found: list[Found] = []
         nbytes = 0
         for compared in ordered_map(partial(compare, digest_old=self.digest_old), work):
             found.append(compared)
             nbytes += compared.nbytes
             if nbytes > HELD_NBYTES:
                 return None
-        for compared in found:
-            self._add(compared)
-        clock = time.perf_counter()
-        sorted_ = _sorted(found, [grid for grid in grids if grid is not None], cut, len(entries))
-        self.diff_s += time.perf_counter() - clock
-        return sorted_
+        return _sorted(found, [grid for grid in grids if grid is not None], cut, len(entries))
 
     def _runs(self, entries: Sequence[Entry], cut: Sequence[Sequence[tuple[int, int, Positions]]]) -> Iterator[_Part]:
         """The runs of each box, tensor by tensor. cut: those of one tensor."""
@@ -224,7 +174,7 @@ def _compare_runs(
     *,
     cast: bool,
     digest_old: bool,
-) -> _Compared:
+) -> Found:
     """Find the changes of some runs of elements in host memory, and what they do to the digest.
 
     cast: whether the new elements are float32, compared as bfloat16.
@@ -234,14 +184,14 @@ def _compare_runs(
     found = cpu.find_in_spots(before, new.of(some), sizes, itemsize, cast=cast)
     base = cpu.digest_spots(before, sizes, itemsize) if digest_old else 0
     changes, seconds = Changes(found.indices, found.values), time.perf_counter() - clock
-    return _Compared(np.diff(found.edges), changes, found.replaced, base, found.delta, 0.0, seconds)
+    return Found(found.edges, changes, found.replaced, found.delta, seconds, base=base)
 
 
 def _seed(entry: Entry) -> int:
     return digests.seed(entry.name, entry.dtype, entry.shape)
 
 
-def _compare(part: _Part, *, digest_old: bool) -> _Compared:
+def _compare(part: _Part, *, digest_old: bool) -> Found:
     """Find one part's changes and what they do to the digest."""
     seed, at, old, new, start, stop = part
     clock = time.perf_counter()
@@ -262,8 +212,8 @@ def _compare(part: _Part, *, digest_old: bool) -> _Compared:
     (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
     base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
-    counts = np.array([len(replaced)], np.int64)
-    return _Compared(counts, changes, replaced, base, delta, read_s, time.perf_counter() - clock - read_s)
+    edges = np.array([0, len(replaced)], np.int64)
+    return Found(edges, changes, replaced, delta, time.perf_counter() - clock - read_s, read_s, base)
 
 
 def _read(bits: Bits, start: int, stop: int) -> UIntArray:
@@ -335,17 +285,8 @@ def _grid(places: Sequence[tuple[int, Box]], box: Box) -> _Grid | None:
     return _Grid(cpu.Grid(columns, edges, firsts, starts, stops), numbers)
 
 
-def _joined(
-    compared: Sequence[_Compared],
-) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray, UIntArray]:
-    """The counts, indices, values and old bits of all."""
-    columns = ((one.counts, *one.changes, one.replaced) for one in compared)
-    counts, indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
-    return counts, indices, values, replaced
-
-
 def _sorted(
-    compared: Sequence[_Compared],
+    compared: Sequence[Found],
     grids: Sequence[_Grid],
     cut: Sequence[list[tuple[int, int, Positions]]],
     tensors: int,
@@ -354,11 +295,14 @@ def _sorted(
 
     compared: of each box, tensor by tensor, run by run, of one or more. cut: the runs of each box.
     """
-    counts, indices, values, replaced = _joined(compared)
+    clock = time.perf_counter()
+    found = joined(compared)
+    counts = np.diff(found.edges)
     cuts, at = [], 0
     for (grid, numbers), spans in zip(grids, cut, strict=True):
         begins = np.array([start for start, _, _ in spans], np.int64)
         cuts.append(cpu.Cut(grid, numbers, begins, counts[at : at + tensors * len(spans)]))
         at += tensors * len(spans)
-    edges, local, *bits = cpu.split(indices, values, replaced, cuts, tensors)
-    return Found(edges, Changes(local, bits[0]), bits[1])
+    edges, indices, values, replaced = cpu.split(*found.changes, found.replaced, cuts, tensors)
+    seconds = found.diff_s + time.perf_counter() - clock
+    return found._replace(edges=edges, changes=Changes(indices, values), replaced=replaced, diff_s=seconds)

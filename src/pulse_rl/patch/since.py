@@ -7,7 +7,6 @@ changed since a version whose bits lie in other memory, as those of a view's bas
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,33 +18,23 @@ from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.parallel import ordered_map, sliced
 from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Laid, Overlay, PatchSection
-from pulse_rl.patch.scan import Found, Scan
+from pulse_rl.patch.scan import Scan
 from pulse_rl.patch.segments import CutGroup, Segments, groups_of
 from pulse_rl.patch.table import entries_of
 from pulse_rl.patch.targets import locate
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.changes import Changes, SectionChanges
+from pulse_rl.weights.changes import Changes, Found, SectionChanges
 from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.layout import Layout, derived
 
 AT_ONCE = 1 << 18  # changes that are looked at together
 
 
-class _Compared(NamedTuple):
-    found: Found
-    delta: int  # new digest minus old digest
-    diff_s: float
-
-
 class Since:
-    """Finds what changed group by group, in the order of a patch of the newest version; adds up what it finds."""
-
-    base, read_s = 0, 0.0  # it looks at no more of the older version than what changed
+    """Finds what changed group by group, in the order of a patch of the newest version."""
 
     def __init__(self, laid: Laid, spots: cpu.Spots) -> None:
         self._laid, self._spots = laid, spots
-        self.delta = 0  # new digest minus old digest
-        self.diff_s = 0.0  # summed over threads
 
     @classmethod
     def of(cls, overlay: Overlay, newest: Layout) -> "Since | None":
@@ -70,16 +59,16 @@ class Since:
     def find(self, one: PatchSection) -> Iterator[Found]:
         """The changes of all segments of a group, in order, of some at a time."""
         held = self._laid.of(np.arange(one.numbers.start, one.numbers.stop), one.itemsize)
-        yield from _add_up(self, compare_held(self._spots.of(one.numbers), held))
+        return _compare(self._spots.of(one.numbers), held)
 
 
-def compare_held(spots: cpu.Spots, held: cpu.Elements) -> Iterator[_Compared]:
+def _compare(spots: cpu.Spots, held: cpu.Elements) -> Iterator[Found]:
     """Look at elements of which it is known what an older version held, of some segments at a time.
 
     spots: where the segments are. held: what the older version held.
     """
 
-    def compare(some: slice) -> _Compared:
+    def compare(some: slice) -> Found:
         clock = time.perf_counter()
         begin, counts = int(held.counts[: some.start].sum()), held.counts[some]
         edges = np.append(0, np.cumsum(counts))
@@ -91,17 +80,9 @@ def compare_held(spots: cpu.Spots, held: cpu.Elements) -> Iterator[_Compared]:
         if not changed.all():
             edges = np.append(0, np.cumsum(changed))[edges]
             indices, old, new = indices[changed], old[changed], new[changed]
-        return _Compared(Found(edges, Changes(indices, new), old), -gained, time.perf_counter() - clock)
+        return Found(edges, Changes(indices, new), old, -gained, time.perf_counter() - clock)
 
     return ordered_map(compare, sliced(held.counts, AT_ONCE))
-
-
-def _add_up(scan: Since | Scan, several: Iterator[_Compared]) -> Iterator[Found]:
-    """Pass on what was found, and add up what it gains and takes."""
-    for compared in several:
-        scan.delta += compared.delta
-        scan.diff_s += compared.diff_s
-        yield compared.found
 
 
 def plain_spots(tensors: Layout) -> cpu.Spots | None:
@@ -126,6 +107,5 @@ class Known(Scan):
     def find(self, one: PatchSection) -> Iterator[Found]:
         held = self._known.get((one.section.names, one.section.places))
         if held is None or self._spots is None:
-            yield from super().find(one)
-            return
-        yield from _add_up(self, compare_held(self._spots.of(one.numbers), held))
+            return super().find(one)
+        return _compare(self._spots.of(one.numbers), held)

@@ -41,6 +41,31 @@ class SectionChanges(NamedTuple):
         return SectionChanges(names, self.places, self.counts[chosen], Changes(indices[each], values[each]))
 
 
+class Found(NamedTuple):
+    """The changes of consecutive parts of tensors, of all of them one after another, and what they do to the digest."""
+
+    edges: NDArray[np.int64]  # (parts + 1,): where those of each begin, and the last one's end
+    changes: Changes
+    replaced: UIntArray  # (k,) the old bits of these elements
+    delta: int  # new digest minus old digest
+    diff_s: float  # seconds in which they were found and digested
+    read_s: float = 0.0  # seconds in which the new elements were read
+    base: int = 0  # what the parts add to the old digest, where that is asked for
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the changes."""
+        return self.changes.indices.nbytes + self.changes.values.nbytes + self.replaced.nbytes
+
+
+def joined(several: Sequence[Found]) -> Found:
+    """What was found, as one."""
+    columns = ((one.edges[1:] - one.edges[:-1], *one.changes, one.replaced) for one in several)
+    counts, indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
+    sums = (sum(getattr(one, name) for one in several) for name in ("delta", "diff_s", "read_s", "base"))
+    return Found(np.append(0, np.cumsum(counts)), Changes(indices, values), replaced, *sums)
+
+
 def find_changes(old: UIntArray, new: UIntArray) -> Changes:
     """Find the elements whose bit patterns differ.
 
