@@ -3,11 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from pulse_rl.cli import output
 
 Progress: TypeAlias = Callable[[int, int, str], None]  # (steps done, all steps, the next step)
+T = TypeVar("T")
+PatchCodec: TypeAlias = Literal["gap", "context"]
+CODECS: tuple[PatchCodec, ...] = ("gap", "context")
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[object]]]  # columns, rows
 
 
@@ -25,6 +28,13 @@ class Stopwatch:
     def median(self, name: str) -> float:
         """Seconds."""
         return statistics.median(self._seconds[name])
+
+
+def processor_time(work: Callable[[], T]) -> tuple[float, T]:
+    """Processor seconds that a call takes, of all threads, and what it returns."""
+    start = time.process_time()
+    found = work()
+    return time.process_time() - start, found
 
 
 def ms(seconds: float) -> str:

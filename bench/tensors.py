@@ -7,21 +7,17 @@ with 128 experts in 48 layers and three matrices each; 0.2 % of them change at r
 import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import pulse_rl as pulse
+from bench.report import CODECS, PatchCodec, processor_time
 from pulse_rl.cli import output
-
-T = TypeVar("T")
 
 SHAPES = {300: (512, 503), 18_867: (64, 64)}  # of one tensor, by their number
 DENSITY = 0.002
-CODECS: tuple[Literal["gap", "context"], ...] = ("gap", "context")
 VERSIONS = 13  # the first compiles kernels, the next looks at the weights
 
 
@@ -35,7 +31,7 @@ class Cost(NamedTuple):
     apply: float  # of one patch
 
 
-def measure(tensors: int, codec: Literal["gap", "context"]) -> Cost:
+def measure(tensors: int, codec: PatchCodec) -> Cost:
     """Publish and stage some versions of so many tensors in this process."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -49,12 +45,12 @@ def measure(tensors: int, codec: Literal["gap", "context"]) -> Cost:
             for tensor in weights.values() if version else ():
                 bits = tensor.view(torch.int16).view(-1)
                 bits[torch.from_numpy(rng.integers(0, len(bits), round(DENSITY * len(bits))))] += 1
-            publish, _ = _timed(lambda version=version: publisher.publish(weights, version=version))  # type: ignore[misc]
+            publish, _ = processor_time(lambda version=version: publisher.publish(weights, version=version))  # type: ignore[misc]
             found["publish" if version % 4 else "with_skip"].append(publish)
             if version > 4 and version % 4 in (1, 2):
                 continue
-            stage, staged = _timed(lambda: subscriber.stage(live))
-            apply, report = _timed(staged.apply)
+            stage, staged = processor_time(lambda: subscriber.stage(live))
+            apply, report = processor_time(staged.apply)
             found["stage_three" if report.patches == 3 else "stage"].append(stage)
             if report.patches == 1:
                 found["apply"].append(apply)
@@ -62,12 +58,6 @@ def measure(tensors: int, codec: Literal["gap", "context"]) -> Cost:
         raise AssertionError("the live weights are not those that were published")
     first = {"publish": 1, "with_skip": 2, "stage": 2, "stage_three": 0, "apply": 1}  # that is as all others
     return Cost(*(statistics.median(found[name][first[name] :]) for name in Cost._fields))
-
-
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    start = time.process_time()
-    found = work()
-    return time.process_time() - start, found
 
 
 def main() -> None:

@@ -7,23 +7,18 @@ writing), fewer of two steps.
 
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
 
 import torch
 
 import pulse_rl as pulse
 from bench.evidence.markdown import table
+from bench.report import CODECS, PatchCodec, processor_time
 from pulse_rl.units import nbytes, seconds
-
-T = TypeVar("T")
 
 KEPT = Path(__file__).with_name("larger.tsv")
 BASE, COPIES, ROUNDS = 100, (1, 2, 4, 8), 2  # the fourth version would have a skip patch
-CODECS: tuple[Literal["gap", "context"], ...] = ("gap", "context")
 COLUMNS = ("elements", "codec", "changes", "nbytes", "publish_s", "sync_s")
 
 
@@ -35,7 +30,7 @@ def measure(store: str) -> None:
             print(*_steps(store, copies, codec), sep="\t", flush=True)
 
 
-def _steps(store: str, copies: int, codec: Literal["gap", "context"]) -> tuple[int, str, int, int, str, str]:
+def _steps(store: str, copies: int, codec: PatchCodec) -> tuple[int, str, int, int, str, str]:
     sources = [pulse.Subscriber(store) for _ in range(copies)]
     models = [source.allocate() for source in sources]
     weights = {f"{copy}.{name}": tensor for copy, model in enumerate(models) for name, tensor in model.items()}
@@ -46,20 +41,14 @@ def _steps(store: str, copies: int, codec: Literal["gap", "context"]) -> tuple[i
         for version in range(ROUNDS + 2):  # an anchor, and a step that compiles
             for copy, (source, model) in enumerate(zip(sources, models, strict=True)):
                 source.sync(model, version=BASE + copy + version)
-            took, report = _timed(lambda: publisher.publish(weights))
+            took, report = processor_time(lambda: publisher.publish(weights))
             publishes.append(took)
             live = live or subscriber.allocate()
-            syncs.append(_timed(partial(subscriber.sync, live))[0])
+            syncs.append(processor_time(partial(subscriber.sync, live))[0])
     if not all(torch.equal(live[name], tensor) for name, tensor in weights.items()):
         raise AssertionError("the live weights are not those that were published")
     publish, sync = (f"{min(found[2:]):.4f}" for found in (publishes, syncs))
     return report.elements, codec, report.changes, report.patch_nbytes, publish, sync
-
-
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    start = time.process_time()
-    found = work()
-    return time.process_time() - start, found
 
 
 def larger() -> str:

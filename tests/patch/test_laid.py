@@ -187,10 +187,10 @@ def test_a_skip_patch_that_leads_elsewhere_is_refused(monkeypatch: pytest.Monkey
     find = Since.find
 
     def wrong(self: Since, *given: Any) -> Any:
-        for edges, changes, replaced in find(self, *given):
-            values = changes.values.copy()
+        for found in find(self, *given):
+            values = found.changes.values.copy()
             values[:1] ^= 1
-            yield edges, changes._replace(values=values), replaced
+            yield found._replace(changes=found.changes._replace(values=values))
 
     monkeypatch.setattr(Since, "find", wrong)
     warnings = [publisher.publish(one, version=number).warning for number, one in enumerate(versions)]

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from pulse_rl import documents
+
 _NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", dict: "a table"}
 _MANY = {int: "whole numbers", float: "numbers", str: "strings"}
 
@@ -16,7 +18,7 @@ def convert(value: Any, wanted: Any, key: str) -> Any:
     Raises ValueError that names the key, what was expected and what was found; TypeError if msgspec has no such type.
     """
     try:
-        return msgspec.convert(value, wanted)
+        return documents.convert(value, wanted)
     except msgspec.ValidationError:
         raise ValueError(f"{key}: expected {_expected(wanted)}, found {found(value)}") from None
 

@@ -7,6 +7,7 @@ codes on its own. Two boxes of one tensor intersect in a box or not at all, so a
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -141,10 +142,7 @@ def _run_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 @lru_cache(maxsize=16)  # the segments of one tile come one after another; an entry takes up to 4 MB
 def _positions(box: Box, shape: Shape) -> Positions:
     """`Box.positions`."""
-    inner = len(shape)  # dimensions from here on are whole
-    while inner and box.sizes[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    cut = max(0, inner - 1)  # a row is a range along this dimension, of all that comes after it
+    cut = _cut(box, shape)
     run = math.prod(box.sizes[cut:])
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = np.zeros(1, np.int64)
@@ -156,16 +154,21 @@ def _positions(box: Box, shape: Shape) -> Positions:
     return Positions(starts, run)
 
 
+def _cut(box: Box, shape: Shape) -> int:
+    """Along which dimension a box is cut into rows: a row is a range along it, of all that comes after it."""
+    whole_from = len(shape)
+    while whole_from and box.sizes[whole_from - 1] == shape[whole_from - 1]:
+        whole_from -= 1
+    return max(0, whole_from - 1)
+
+
 def rows_in(box: Box, shape: Shape, held: Box) -> tuple[Rows, Rows] | None:
     """Where the elements of a box lie in a tensor of this shape, and where in memory that holds a box around it.
 
     None if they are not rows of one length and distance.
     """
     sizes = box.sizes
-    cut = len(shape)  # dimensions from here on are whole
-    while cut and sizes[cut - 1] == shape[cut - 1]:
-        cut -= 1
-    cut = max(0, cut - 1)  # a row is a range along this dimension, of all that comes after it
+    cut = _cut(box, shape)
     outer = [d for d in range(cut) if sizes[d] != 1]
     if outer and any(sizes[d] != shape[d] for d in range(outer[0] + 1, outer[-1] + 1)):
         return None
@@ -258,20 +261,11 @@ def tiles(shape: Shape, box: Box) -> tuple[Tile, ...]:
                 along.append((low, high - low, 2 * i // m))
         ranges.append(along)
     found = []
-    for cell in _product(ranges):
+    for cell in product(*ranges):
         offset, sizes = tuple(a for a, _, _ in cell), tuple(n for _, n, _ in cell)
         quadrant = tuple(half for _, _, half in cell)
         found += [Tile(small, quadrant) for small in _split(Box(offset, sizes))]
     return tuple(sorted(found, key=lambda tile: (tile.quadrant, tile.box.offset)))
-
-
-def _product(ranges: Sequence[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    if not ranges:
-        yield ()
-        return
-    for first in ranges[0]:
-        for rest in _product(ranges[1:]):
-            yield (first, *rest)
 
 
 def _split(box: Box) -> Iterator[Box]:

@@ -49,6 +49,9 @@ class RunSource:
         self._series = {name: Series() for name in self._readers}
         self._so_far = Paced(self._summary)
         self._files: dict[str, tuple[float, Any]] = {}  # when each was written, and what it holds
+        self._going_on = False  # this and the next two are as the last look has found them
+        self._result: dict[str, Any] | None = None
+        self._alarms: dict[str, tuple[Alarm, ...]] = {}
 
     def look(self) -> Page:
         """Read what is new, and draw it."""
@@ -61,35 +64,32 @@ class RunSource:
             for record in reader.records[max(0, known - RECENT) : -RECENT]:
                 record["workers"] = {}  # which are drawn already, and take most of the memory
         records = {name: reader.records for name, reader in self._readers.items()}
-        going_on = run_directory.running(self._recipe.directory)
-        result = None if going_on else self._result()
-        if result is not None:
-            return report.draw(result, records, self._series)
-        return report.draw(self._so_far.get(), records, self._series, lambda page: self._now(page, going_on=going_on))
+        self._going_on = run_directory.running(self._recipe.directory)
+        self._result = None if self._going_on else self._ended()
+        if self._result is not None:
+            return report.draw(self._result, records, self._series)
+        self._alarms = {name: self._alarms_of(name) for name in self._recipe.trained}
+        return report.draw(self._so_far.get(), records, self._series, self._now)
 
     def glance(self) -> Glance:
         """Each policy in a line, and the summary, as the last look has found it."""
-        going_on = run_directory.running(self._recipe.directory)
-        result = None if going_on else self._result()
-        state = "going on" if going_on else "stopped" if result is None else "ended"
+        result = self._result
+        state = "going on" if self._going_on else "stopped" if result is None else "ended"
         lines, workers = [], self._shown()["workers"].values()
         for name in self._recipe.trained:
             newest = self._series[name].last.get("version")
             behind = [self._behind(name, one["facts"]) for one in workers]
-            alarms = () if result is not None else self._alarms(name, going_on=going_on)
+            alarms = () if result is not None else self._alarms[name]
             verdict = ", ".join([state, *(alarm.name for alarm in alarms)])
             of = self.name if self._recipe.only else f"{self.name}: {name}"
             furthest = max((one for one in behind if one is not None), default=None)
             lines.append(HistoryLine(of, newest, furthest, self._age(name), verdict, alarms))
         return Glance(self.name, lines, self._so_far.get() if result is None else result)
 
-    def _alarms(self, policy: str, *, going_on: bool) -> tuple[Alarm, ...]:
-        given = self._recipe.policies[policy]
-        if not given.trained:
-            return ()
+    def _alarms_of(self, policy: str) -> tuple[Alarm, ...]:
         recent = self._readers[policy].records[-RECENT - 1 :]
-        age = self._age(policy) or 0.0
-        return alarms_of_records(policy, recent, bound=given.max_staleness, age_s=age, ended=not going_on)
+        bound, age = self._recipe.policies[policy].max_staleness, self._age(policy) or 0.0
+        return alarms_of_records(policy, recent, bound=bound, age_s=age, ended=not self._going_on)
 
     def _behind(self, policy: str, facts: Mapping[str, Any]) -> int | None:
         """How many versions a worker is behind; None where it holds none."""
@@ -123,16 +123,16 @@ class RunSource:
             return None
         return self._files[name][1]
 
-    def _result(self) -> dict[str, Any] | None:
+    def _ended(self) -> dict[str, Any] | None:
         """The summary of a run that has ended; not one that a resumed run has made old."""
         result: dict[str, Any] | None = self._file(run_directory.SUMMARY)
         now = self._files.get(run_directory.NOW, (0.0, None))[0]
         return result if result is not None and self._files[run_directory.SUMMARY][0] >= now else None
 
-    def _now(self, page: Page, *, going_on: bool) -> None:
+    def _now(self, page: Page) -> None:
         """Alarms, and how trainers and workers stand."""
         shown = self._shown()
-        alarms = [alarm for name in self._readers for alarm in self._alarms(name, going_on=going_on)]
+        alarms = [alarm for found in self._alarms.values() for alarm in found]
         rows = []
         for name, reader in self._readers.items():
             policy = self._recipe.policies[name]
@@ -153,9 +153,9 @@ class RunSource:
                 ]
             )
         dead = "the run is not going on, and has written no summary: it was killed or has crashed. Continue it with"
-        stopped = [] if going_on else [f"{dead} pulse-rl train --resume {self.name}"]
+        stopped = [] if self._going_on else [f"{dead} pulse-rl train --resume {self.name}"]
         page.points([*stopped, *(f"{alarm.of}: {alarm.sentence}" for alarm in alarms)], alarm=True)
-        page.heading("Now" if going_on else "When it ended")
+        page.heading("Now" if self._going_on else "When it ended")
         columns = ("policy", "step", "version", "came", "reward", "loss", "groups ready", "coming", "dropped")
         page.table("Policies", columns, rows)
         page.points([shown["balance"]["sentence"]])

@@ -105,7 +105,7 @@ def _version_info(manifest: Manifest) -> VersionInfo:
         patch_nbytes=patch.total_nbytes if patch else 0,
         anchor_nbytes=manifest.anchor_nbytes,
         changes=patch.changes if patch else 0,
-        density=patch.changes / manifest.elements if patch and manifest.elements else 0.0,
+        density=manifest.density or 0.0,
         reduction=manifest.full_nbytes / patch.total_nbytes if patch and patch.total_nbytes else 1.0,
         codec=patch.codec if patch else None,
         software=manifest.software,
