@@ -116,7 +116,8 @@ class Trail(msgspec.Struct, frozen=True):
         Returns:
             A trail with these patches and those of this one that are still within reach.
         """
-        new = (_StoredLink(link.base_sequence, *link.to, _token(link.ref.name), *_FIELDS(link.ref)) for link in links)
+        tokens = ((link, link.ref.name.partition("-")[2][:16]) for link in links)  # patches/000000000007-TOKEN…
+        new = (_StoredLink(link.base_sequence, *link.to, token, *_FIELDS(link.ref)) for link, token in tokens)
         within = (p for p in (*self.patches, *new) if p.base >= sequence - REACH[p.target - p.base])
         return Trail(sequence, tuple(within))
 
@@ -127,11 +128,6 @@ class Trail(msgspec.Struct, frozen=True):
             The bytes of its object: JSON, compressed by zstd.
         """
         return zstandard.ZstdCompressor(level=9).compress(msgspec.json.encode(self))
-
-
-def _token(name: str) -> str:
-    """The token in the name of a patch, "patches/000000000007-TOKEN…"."""
-    return name.partition("-")[2][:16]
 
 
 def state_of(manifest: Manifest) -> State:

@@ -141,10 +141,6 @@ def _whole(prefix: str, module: Any, order: dict[int, int]) -> Iterator[_Found]:
     """The parameters and persistent buffers that a module has itself, and whole."""
     own = {**module._parameters, **module._buffers}
     for i, (name, tensor) in enumerate(own.items()):
-        if tensor is not None and name not in module._non_persistent_buffers_set and not _is_flat(tensor):
+        flat = hasattr(tensor, "_fqns")  # a parameter of FSDP1: its own parts are found by its handle
+        if tensor is not None and name not in module._non_persistent_buffers_set and not flat:
             yield _Found((order[id(module)], (1 << 32) + i), _clean(prefix, name), tensor)
-
-
-def _is_flat(parameter: Any) -> bool:
-    """Whether this is a flat parameter of FSDP1: its own parts are found by its handle."""
-    return hasattr(parameter, "_fqns")

@@ -238,9 +238,6 @@ class _Segments(NamedTuple):
         name, place = self._find(number)
         return rows_of(self.old[name], place)
 
-    def _reader(self) -> OldReader:
-        return OldReader(self._read) if self.since is None else self.since.older(self.group, self.begun, self._read)
-
     def run(self, first: int, edges: NDArray[np.int64], changes: Changes, replaced: UIntArray) -> Run:
         """Consecutive segments, from one on."""
         count = len(edges) - 1
@@ -252,12 +249,15 @@ class _Segments(NamedTuple):
             here = slice(self.begun + first, self.begun + first + count)
             memory, device = self.lying.old.memory.at(here), self.lying.old.device
             usable = self.lying.usable[here]
+        reader = OldReader(self._read)
+        if self.since is not None:
+            reader = self.since.older(self.group, self.begun, self._read)
         return Run(
             Specs(self.group.dtype, sizes, np.diff(edges), strides, np.zeros_like(sizes)),
             edges,
             changes,
             replaced,
-            self._reader().after(first),
+            reader.after(first),
             memory,
             usable,
             device,

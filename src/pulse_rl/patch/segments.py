@@ -92,11 +92,6 @@ def _tiled(shape: Shape, boxes: tuple[Box, ...]) -> tuple[tuple[Box, ...], tuple
 _tiled_and_kept = lru_cache(maxsize=512)(_tiled)  # a model has few different shapes
 
 
-def _count_at_most(shape: Shape, boxes: Sequence[Box]) -> int:
-    """A bound of the number of tiles, found without making them."""
-    return sum(count_at_most(shape, box) for box in boxes)
-
-
 def groups_of(table: Sequence[Entry]) -> Sequence[CutGroup]:
     """The groups of a table, in the order of coding. Raises PatchFormatError for more segments than any model has."""
     return derived(table, _groups_of)
@@ -116,7 +111,7 @@ def _grouped(table: tuple[Entry, ...]) -> tuple[CutGroup, ...]:
     found = []
     left, places_left = MAX_SEGMENTS, MAX_PLACES
     for (_, dtype, shape, boxes), members in sorted(kinds.items()):
-        count = _count_at_most(shape, boxes)
+        count = sum(count_at_most(shape, box) for box in boxes)
         left -= count * len(members)
         places_left -= count
         if left < 0 or places_left < 0:

@@ -91,16 +91,25 @@ class SharePlan:
             if common is not None:
                 yield common, part.owner
 
-    def owned(self, rank: int, boxes: Iterable[tuple[str, Box]], held: Mapping[str, Bits]) -> bytes:
-        """What a rank owns of some boxes, one after another. boxes: with their tensors. held: what it holds."""
-        owned = ((name, part) for name, box in boxes for part, owner in self.owners(name, box) if owner == rank)
-        views = (place_view(held[name], part) for name, part in owned)
-        return b"".join(view.read(0, view.size).tobytes() for view in views)
+    def bring(
+        self, what: str, ranks: Ranks, boxes: Sequence[Sequence[tuple[str, Box]]], held: Mapping[str, Bits], limit: int
+    ) -> Iterator[tuple[str, Box, UIntArray]]:
+        """Bring each rank the bits of the boxes that it needs, and return those of this one. A collective.
 
-    def put_together(
+        what, limit: as of `Ranks.exchange`. boxes: with their tensors, of each rank. held: what this rank holds.
+        """
+
+        def owned(needed: Iterable[tuple[str, Box]]) -> bytes:
+            mine = ((name, part) for name, box in needed for part, of in self.owners(name, box) if of == ranks.rank)
+            views = (place_view(held[name], part) for name, part in mine)
+            return b"".join(view.read(0, view.size).tobytes() for view in views)
+
+        return self._put_together(boxes[ranks.rank], ranks.exchange(what, lambda: list(map(owned, boxes)), limit))
+
+    def _put_together(
         self, boxes: Iterable[tuple[str, Box]], incoming: Sequence[memoryview]
     ) -> Iterator[tuple[str, Box, UIntArray]]:
-        """The bits of some boxes, from what each rank has sent of them: what `owned` gives there."""
+        """The bits of some boxes, from what each rank has sent of them."""
         taken = [0] * len(incoming)
         for name, box in boxes:
             dtype = UINTS[ITEMSIZES[self.tensors[name].dtype]]

@@ -111,7 +111,9 @@ class Retention:
         permanent = self._permanent(history, older, objects)
         deleted_manifests = [sequence for sequence in reversed(older) if sequence not in permanent]
         deleted_objects = [info for info in objects if _is_deleted(info, first, permanent)]
-        partial = [info for info in partial_uploads(store) if self._is_dead(info)] if leftovers else []
+        # Uploads are files: their times are this machine's, or a file server's. A dead one nobody writes to any more.
+        dead = time.time() - max(self.grace, UPLOADING_S)
+        partial = [info for info in partial_uploads(store) if info.modified < dead] if leftovers else []
         beats = self._expired(store.list(heartbeat.PREFIX), manifests.values()) if leftovers else []
         nbytes = sum(info.nbytes for info in (*deleted_objects, *partial, *beats))
         nbytes += sum(manifests[sequence].nbytes for sequence in deleted_manifests)
@@ -128,10 +130,6 @@ class Retention:
             kept_nbytes=sum(info.nbytes for info in (*manifests.values(), *objects, *partial, *beats)) - nbytes,
             reason=reason,
         )
-
-    def _is_dead(self, upload: ObjectInfo) -> bool:
-        """Whether nobody writes to an upload any more. It is a file: its time is this machine's, or a file server's."""
-        return time.time() - upload.modified > max(self.grace, UPLOADING_S)
 
     def _expired(self, beats: Iterable[ObjectInfo], others: Iterable[ObjectInfo]) -> list[ObjectInfo]:
         """The heartbeats of subscribers that were silent for long, by this machine's clock or the store's."""

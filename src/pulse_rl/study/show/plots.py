@@ -7,7 +7,7 @@ from itertools import pairwise
 from pulse_rl.html import charts
 from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis, Points
 from pulse_rl.html.page import Plot
-from pulse_rl.study.results import Exponent, Report, StepStudy
+from pulse_rl.study.results import Exponent, Report
 
 ROWS = 24  # of a heat map
 RARE = 1e-6  # a smaller share of the elements is only in the table
@@ -245,7 +245,8 @@ def bits(report: Report) -> Plot:
     """Bits per change, of the codecs and of the entropy bounds."""
     changes = sum(step.changes for step in report.steps)
     names = list(dict.fromkeys(name for step in report.steps for name in step.codecs))
-    rows = [(name, "codec", 8 * _codec_bytes(report.steps, name) / max(1, changes)) for name in names]
+    sizes = {name: sum(step.codecs.get(name, 0) for step in report.steps) for name in names}
+    rows = [(name, "codec", 8 * size / max(1, changes)) for name, size in sizes.items()]
     for title, positions, moves in (
         ("bound: exponent, tensor", "positions", "moves"),
         ("bound: exponent", "positions_by_exponent", "moves_by_exponent"),
@@ -306,7 +307,3 @@ def _main(report: Report) -> str:
 
 def _of(report: Report) -> str:
     return f"The elements in {_main(report)}"
-
-
-def _codec_bytes(steps: tuple[StepStudy, ...], name: str) -> int:
-    return sum(step.codecs.get(name, 0) for step in steps)

@@ -76,12 +76,11 @@ def put_anchor_together(
 
         found = ranks.share("put an anchor", put, _Put)
     check_sent(directory, digest, sum(one.digest for one in found))
-    return tuple(sorted((ObjectRef(*file) for one in found for file in one.files), key=_order))
 
+    def weights_first(ref: ObjectRef) -> tuple[bool, str]:  # as readers expect of an anchor's first file
+        return not ref.name.endswith(".safetensors"), ref.name
 
-def _order(ref: ObjectRef) -> tuple[bool, str]:
-    """Weights first, as readers expect of an anchor's first file."""
-    return not ref.name.endswith(".safetensors"), ref.name
+    return tuple(sorted((ObjectRef(*file) for one in found for file in one.files), key=weights_first))
 
 
 def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[ShardFile]) -> None:
@@ -91,17 +90,11 @@ def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: lis
     for step in range(max(map(len, schedules))):
         chunks = [schedule[step] if step < len(schedule) else None for schedule in schedules]
         chunks += [None] * (ranks.size - len(chunks))
-        outgoing = partial(_outgoing, ranks, own, plan, chunks)
+        boxes = [[] if chunk is None else chunk.boxes for chunk in chunks]
         limit = max(chunk.nbytes for chunk in chunks if chunk is not None)
-        incoming = ranks.exchange("bring an anchor together", outgoing, limit)
-        chunk = chunks[ranks.rank]
-        if path is not None and chunk is not None:
-            ranks.attempt(partial(_append, path, plan.put_together(chunk.boxes, incoming)))
-
-
-def _outgoing(ranks: Ranks, own: Layout, plan: SharePlan, chunks: list[_Chunk | None]) -> list[bytes]:
-    """What this rank sends each of a chunk that is in its file."""
-    return [b"" if chunk is None else plan.owned(ranks.rank, chunk.boxes, own) for chunk in chunks]
+        found = plan.bring("bring an anchor together", ranks, boxes, own, limit)
+        if path is not None and boxes[ranks.rank]:
+            ranks.attempt(partial(_append, path, found))
 
 
 def _append(path: Path, boxes: Iterable[tuple[str, Box, UIntArray]]) -> None:

@@ -9,7 +9,7 @@ they stay what the neighbours hold.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -221,17 +221,10 @@ def fetch_strips(
     first = {name: copies[0] for name, copies in held.items()}
     for names, limit in _rounds(plan, wishes):
         boxes = [[(name, box) for name in names for box in wish.get(name, ())] for wish in wishes]
-        outgoing = partial(_outgoing, ranks.rank, plan, boxes, first)
-        incoming = ranks.exchange("bring strips", outgoing, limit)
-        for name, box, array in plan.put_together(boxes[ranks.rank], incoming):
+        for name, box, array in plan.bring("bring strips", ranks, boxes, first, limit):
             piece = Piece(box, HostBits(plan.tensors[name].dtype, array), times=0)
             found.setdefault(name, []).append(piece)
     return found
-
-
-def _outgoing(rank: int, plan: SharePlan, boxes: list[list[tuple[str, Box]]], held: Mapping[str, Bits]) -> list[bytes]:
-    """What this rank owns of what each one needs."""
-    return [plan.owned(rank, needed, held) for needed in boxes]
 
 
 def _rounds(plan: SharePlan, wishes: list[dict[str, list[Box]]]) -> Iterator[tuple[list[str], int]]:

@@ -67,7 +67,14 @@ def refuse_clashes(source: Layout, live: Mapping[str, Copies], directory: Path) 
 
 def write_whole(source: Layout, live: Mapping[str, Copies]) -> None:
     """Write every element of a version that live tensors hold. An interruption is raised after the last one."""
-    finish_despite_interrupt(lambda: _write_all(source, live))
+
+    def write() -> None:  # which may be repeated
+        for name, copies in live.items():
+            for copy in copies:
+                for piece in pieces_of(copy) if copy.size else ():
+                    copy_bits(place_view(source[name], piece.box), piece.bits)
+
+    finish_despite_interrupt(write)
 
 
 def _refuse_shared_memory(source: Layout, live: Mapping[str, Copies]) -> None:
@@ -106,14 +113,6 @@ def _refuse_overlaps(source: Layout, live: Mapping[str, Copies], directory: Path
                     f"tensor {name!r} overlaps others in the memory of these weights, but the version holds different "
                     "bits for what they share: expected weights that do not overlap; they are as they were"
                 )
-
-
-def _write_all(source: Layout, live: Mapping[str, Copies]) -> None:
-    """Write every tensor of a version to its live tensors. May be repeated."""
-    for name, copies in live.items():
-        for copy in copies:
-            for piece in pieces_of(copy) if copy.size else ():
-                copy_bits(place_view(source[name], piece.box), piece.bits)
 
 
 def copy_bits(source: Bits, target: Bits) -> None:
