@@ -79,8 +79,12 @@ class Host:
     """Host memory."""
 
     spots_delta = staticmethod(cpu.spots_delta)
-    write_spots = staticmethod(cpu.write_spots)
     digest = staticmethod(cpu.digest_spots)
+
+    def write_spots(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> int | None:
+        return cpu.write_spots(spots, counts, indices, values)
 
     def prepare(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
