@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.worker.worker_base import WorkerBase
 
 from pulse_rl.integrations.vllm import InProcess
-from pulse_rl.integrations.vllm.plugin import METHOD
+from pulse_rl.integrations.vllm.local import METHOD
 from pulse_rl.integrations.vllm.transfer import PulseWeightTransferEngine
 from pulse_rl.testing import Held, Source, Unsupported
 from tests.testing.clients import Version, save

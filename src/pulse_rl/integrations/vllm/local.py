@@ -8,8 +8,8 @@ from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.ranks import Outside
 from pulse_rl.engines.service import Local
 from pulse_rl.engines.states import PauseMode
-from pulse_rl.integrations.vllm.plugin import METHOD
 
+METHOD = "pulse_rl"  # which `transfer` adds to vLLM's workers
 _LOOKS_S = (0.005, 0.05)
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pulse_rl.integrations.vllm.routes import PulseRoutes
 
 BACKEND = "pulse"
-METHOD = "pulse_rl"  # which `transfer` adds to vLLM's workers
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from pulse_rl.engines.ranks import Outside
 from pulse_rl.engines.service import READY, Handler, Service
 from pulse_rl.engines.states import ROUTES, VERBS, PauseMode, method
-from pulse_rl.integrations.vllm.plugin import METHOD
+from pulse_rl.integrations.vllm.local import METHOD
 from pulse_rl.integrations.vllm.server import Gate, is_gated, quiet
 from pulse_rl.watch import to_prometheus
 

@@ -30,8 +30,8 @@ from pulse_rl.engines.receiver import EngineReceiver
 from pulse_rl.engines.service import serve
 from pulse_rl.engines.states import Follow, failed
 from pulse_rl.engines.views import LiveViews
+from pulse_rl.integrations.vllm.local import METHOD
 from pulse_rl.integrations.vllm.modules import live_views
-from pulse_rl.integrations.vllm.plugin import METHOD
 from pulse_rl.logs import logger
 
 if TYPE_CHECKING:
