@@ -16,7 +16,6 @@ Where all old bits of a block lie on a device, that device counts and codes: it 
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -38,14 +37,14 @@ from pulse_rl.codecs.base import (
     run_of,
     specs_of,
 )
-from pulse_rl.codecs.model import Counts, Ints, Model
+from pulse_rl.codecs.model import Ints, Model
 from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding, context, moves
 from pulse_rl.kernels.cpu.coding import Starts, Streams
 from pulse_rl.kernels.cpu.context import Start
 from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
-from pulse_rl.parallel import batched, ordered_map, sliced
+from pulse_rl.parallel import ordered_map, sliced
 from pulse_rl.weights.changes import Changes, find_changes
 from pulse_rl.weights.devices import HOST, Device
 
@@ -212,12 +211,10 @@ def _encode_group(group: "_Group", price: int) -> tuple[Ints, list[Model], list[
     """
     field, batches = group.field, group.batches()
     # 1. Count exponents, of all elements and of those that change, and part the segments into classes by them.
-    counted = list(ordered_map(group.measure, batches))
-    elements, changes = (np.concatenate(each) for each in zip(*counted, strict=True))
-    np.maximum(elements, changes, out=elements)  # of a sample, there may be fewer
-    classes, activities = model.classify(elements, changes)
+    counted = model.join(list(ordered_map(group.measure, batches)))
+    classes, activities = model.classify(counted, field.exponents)
     thresholds = [
-        model.threshold(elements[classes == number].sum(0), changes[classes == number].sum(0), activity, price)
+        model.threshold(*counted.all_of(classes == number, field.exponents), activity, price)
         for number, activity in enumerate(activities)
     ]
     # 2. Count every context's bits in a sample of each class, and learn its model from the counts.
@@ -266,7 +263,9 @@ class _Group:
             np.concatenate(each) for each in zip(*((*run.changes, run.replaced) for _, run in runs), strict=True)
         )
         self._moved = moves.no_moves(int(self._edges[-1]))  # filled in by `measure`
-        self._where = [(run, int(at)) for (_, run), some in zip(runs, chosen, strict=True) for at in some]
+        self._runs = [run for _, run in runs]
+        self._run = np.repeat(np.arange(len(runs)), [len(some) for some in chosen])  # of each segment
+        self._place = np.concatenate(chosen)  # of each segment in its run
         # Kernels use the old bits that lie on one device.
         devices = {run.device for _, run in runs} if usable.all() else {HOST}
         self._device = devices.pop() if len(devices) == 1 else HOST
@@ -275,14 +274,14 @@ class _Group:
         *lies, there = map(np.concatenate, zip(*places, strict=True))
         self._lies, self._usable = coding.MemoryRows(lies[0], lies[1], lies[2], lies[3], runs), usable & there
 
-    def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
+    def batches(self, numbers: Ints | None = None) -> list[Ints]:
         """Some of the segments, or all, in the runs that one call takes."""
-        chosen = range(len(self.sizes)) if numbers is None else numbers
-        least = _batch(self._device if self._usable.all() else None)
-        return list(batched(chosen, self.sizes.tolist().__getitem__, least))
+        chosen = np.arange(len(self.sizes)) if numbers is None else numbers
+        most = _batch(self._device if self._usable.all() else None)
+        return [chosen[some] for some in sliced(self.sizes[chosen], most)]
 
-    def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
-        """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
+    def measure(self, batch: Ints) -> model.Counted:
+        """How many elements of each segment have each exponent, and of those that change."""
         every = np.clip(self.sizes[batch] // SAMPLED_SIZE, 1, SAMPLED_EVERY)
         with self._device.coder() as coder:
             elements = coder.count_exponents(self._memory(batch), self.field, self._itemsize, every)
@@ -293,35 +292,36 @@ class _Group:
         width = self.field.exponents
         which = np.repeat(np.arange(len(batch)) * width, np.diff(edges)) + mine.exponents
         changes = np.bincount(which, minlength=len(batch) * width).reshape(-1, width)
-        return elements, changes.astype(np.int32)
+        exponents = np.flatnonzero(elements.any(0) | changes.any(0))  # most are those of no element
+        of_changes = changes[:, exponents]
+        # Of a sample, there may be fewer elements than changes.
+        return model.Counted(exponents, np.maximum(elements[:, exponents], of_changes), of_changes)
 
-    def count(self, batch: Sequence[int], *, classes: Ints, starts: Sequence[Start]) -> Ints:
+    def count(self, batch: Ints, *, classes: Ints, starts: Sequence[Start]) -> Ints:
         """Count the bits of a batch, (classes, contexts)."""
         counts = coding.starts_of(starts)
         with self._device.coder() as coder:
             coder.count_bits(*self._given(batch, classes), counts, self._changes(batch))
         return counts.states
 
-    def code(self, batch: Sequence[int], *, classes: Ints, starts: Starts) -> list[bytes | None]:
+    def code(self, batch: Ints, *, classes: Ints, starts: Starts) -> list[bytes | None]:
         """Each segment's stream; None for one that would be too long."""
         with self._device.coder() as coder:
             return coder.encode_segments(*self._given(batch, classes), starts, self._changes(batch))
 
-    def _given(self, batch: Sequence[int], classes: Ints) -> tuple[coding.MemoryRows, coding.Kind]:
+    def _given(self, batch: Ints, classes: Ints) -> tuple[coding.MemoryRows, coding.Kind]:
         strides, phases = self._strides[batch], self._phases[batch]
         return self._memory(batch), coding.Kind(self.field, self._itemsize, strides, phases, classes[batch])
 
-    def _memory(self, batch: Sequence[int]) -> coding.MemoryRows:
+    def _memory(self, batch: Ints) -> coding.MemoryRows:
         """The old bits, read where they cannot be used as they lie."""
         if self._usable[batch].all():
             return self._lies.of(batch)
-        found: list[coding.MemoryRows] = []
-        for _, alike in groupby([self._where[number] for number in batch], lambda one: id(one[0])):
-            (run, first), *others = alike
-            found.append(run.old.several(np.array([first, *(at for _, at in others)])))
-        return coding.joined_memory(found)
+        runs, places = self._run[batch], self._place[batch]
+        several = [self._runs[run].old.several(places[runs == run]) for run in np.unique(runs).tolist()]
+        return coding.joined_memory(several)
 
-    def _changes(self, batch: Sequence[int]) -> coding.SegmentMoves:
+    def _changes(self, batch: Ints) -> coding.SegmentMoves:
         edges = np.concatenate([[0], np.cumsum(self.changed[batch])])
         if len(batch) == batch[-1] - batch[0] + 1:
             here = slice(self._edges[batch[0]], self._edges[batch[-1] + 1])
@@ -331,8 +331,8 @@ class _Group:
 
     def plain(self, number: int) -> bytes:
         """All new elements of a segment."""
-        run, at = self._where[number]
-        return run.every(at).tobytes()
+        run = self._runs[int(self._run[number])]
+        return run.every(int(self._place[number])).tobytes()
 
 
 def _batch(device: Device | None) -> int:
@@ -342,16 +342,16 @@ def _batch(device: Device | None) -> int:
     return BATCH if device is HOST else ALL
 
 
-def _sample(classes: Ints, sizes: Ints, changed: Ints) -> list[int]:
+def _sample(classes: Ints, sizes: Ints, changed: Ints) -> Ints:
     """Segments of each class that are enough for its statistics, evenly spaced, ascending."""
-    chosen: list[int] = []
+    chosen = list[Ints]()
     for number in range(int(classes.max()) + 1):
         mine = np.flatnonzero(classes == number)
         size, changes = (max(1, int(each[mine].sum())) for each in (sizes, changed))
         most = min(SAMPLE_MOST, max(SAMPLE, size * SAMPLE_CHANGES // changes))
         count = min(len(mine), -(-len(mine) * most // size))
-        chosen += mine[(np.arange(count) * len(mine) + len(mine) // 2) // max(1, count)].tolist()
-    return sorted(chosen)
+        chosen.append(mine[(np.arange(count) * len(mine) + len(mine) // 2) // max(1, count)])
+    return np.sort(np.concatenate(chosen))
 
 
 # Decoding

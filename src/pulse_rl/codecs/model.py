@@ -7,6 +7,7 @@ same changes give the same bytes on every machine.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,6 @@ from pulse_rl.kernels.cpu.context import Start
 from pulse_rl.kernels.cpu.rangecoder import SEEN, log2
 
 Ints = NDArray[np.int64]
-Counts = NDArray[np.int32]
 
 CLASSES = 2
 ODDS = 64  # the largest logarithm of odds, in quarters: 2^16 to 1
@@ -72,14 +72,38 @@ def _odds(ones: Ints, zeros: Ints) -> Ints:
     return odds
 
 
-def classify(all_elements: Counts, all_changes: Counts) -> tuple[Ints, list[Ints]]:
+class Counted(NamedTuple):
+    """How many elements of segments have which exponent: only exponents that some have, and they are few."""
+
+    exponents: Ints  # (c,), ascending
+    elements: Ints  # (segments, c)
+    changes: Ints  # (segments, c), of those that change: at most as many
+
+    def all_of(self, segments: NDArray[np.bool_], exponents: int) -> tuple[Ints, Ints]:
+        """The elements of some segments, and those that change, by exponent: (E,) each."""
+        every = np.zeros((2, exponents), np.int64)
+        every[:, self.exponents] = self.elements[segments].sum(0), self.changes[segments].sum(0)
+        return every[0], every[1]
+
+
+def join(several: Sequence[Counted]) -> Counted:
+    """The counts of segments one after another."""
+    exponents = np.unique(np.concatenate([each.exponents for each in several]))
+    counts = np.zeros((2, sum(len(each.elements) for each in several), len(exponents)), np.int64)
+    at = 0
+    for each in several:
+        end = at + len(each.elements)
+        counts[:, at:end, np.searchsorted(exponents, each.exponents)] = each.elements, each.changes
+        at = end
+    return Counted(exponents, counts[0], counts[1])
+
+
+def classify(counted: Counted, exponents: int) -> tuple[Ints, list[Ints]]:
     """Divide segments into at most CLASSES by the rate at which each exponent changes: 2-means over code lengths.
 
-    all_elements, all_changes: (segments, E). Returns each segment's class, and each class's activity.
+    Returns each segment's class, and each class's activity, (exponents,).
     """
-    # An exponent that no element has adds nothing to any cost, and most are such.
-    seen = np.flatnonzero(all_elements.sum(0))
-    elements, changes = all_elements[:, seen].astype(np.int64), all_changes[:, seen].astype(np.int64)
+    seen, elements, changes = counted
     total, changed = elements.sum(0), changes.sum(0)
     classes = min(CLASSES, len(elements))
     expected = (elements @ ((changed << 16) // total)) >> 16
@@ -100,7 +124,7 @@ def classify(all_elements: Counts, all_changes: Counts) -> tuple[Ints, list[Ints
         if np.array_equal(nearest, mine):
             break
         mine = nearest
-    return mine, [_spread(found, seen, all_elements.shape[1]) for found in activity]
+    return mine, [_spread(found, seen, exponents) for found in activity]
 
 
 def _spread(activity: Ints, seen: Ints, exponents: int) -> Ints:
@@ -149,13 +173,15 @@ def learn(field: Field, threshold: int, activity: Ints, counts: Ints, all_counts
     levels -= _odds(2 * expected + 1, 2 * (tries - expected) + 1)
     # The other contexts: the counts, and eight bits at the rate of all classes.
     all_ones, all_bits = all_counts[split:] >> 32, all_counts[split:] & 0xFFFFFFFF
+    used = all_bits > 0
+    ones, bits, all_ones, all_bits = (each[used] for each in (ones[split:], bits[split:], all_ones, all_bits))
     prior = (128 * (5 * all_ones + 2)) // (5 * all_bits + 4)
-    ones, bits = ones[split:], bits[split:]
-    rest = _odds(16 * ones + prior + 1, 16 * (bits - ones) + 128 - prior + 1)
+    rest = np.zeros(len(used), np.int64)
+    rest[used] = _odds(16 * ones + prior + 1, 16 * (bits - ones) + 128 - prior + 1)
     at = 0
     for _, (rows, columns) in _tables(field):
         # A context that never occurs repeats the entry above, which takes no bits.
-        seen = all_bits[at : at + rows * columns].reshape(rows, columns) > 0
+        seen = used[at : at + rows * columns].reshape(rows, columns)
         above = np.maximum.accumulate(np.where(seen, np.arange(rows)[:, None], 0), axis=0)
         table = rest[at : at + rows * columns].reshape(rows, columns)
         table[:] = np.take_along_axis(table, above, axis=0)
