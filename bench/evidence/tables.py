@@ -7,6 +7,7 @@ from itertools import pairwise
 from bench.evidence.keep import Run
 from bench.evidence.larger import larger
 from bench.evidence.markdown import table
+from bench.evidence.rollouts import rollouts
 from bench.evidence.scale import scale
 from bench.evidence.spans import spans
 from bench.evidence.trainers import trainers
@@ -93,6 +94,7 @@ TABLES: dict[str, Callable[[dict[str, Run]], str]] = {
     "over time": over_time,
     "spans": lambda _: spans(),
     "trainers": lambda _: trainers(),
+    "rollouts": lambda _: rollouts(),
     "larger": lambda _: larger(),
     "scale": lambda _: scale(),
 }

@@ -3,7 +3,7 @@
 python -m bench.evidence.trainers RUN ... > bench/evidence/trainers.tsv
 
 A line for each round of each run, with its mean reward and what a trainer sent; and, in the first and the last, the
-reward on problems that no trainer saw: one answer with the likeliest tokens, and the mean of some that are sampled.
+reward on problems that no trainer saw: one answer with the likeliest tokens, and one that is sampled.
 """
 
 import csv
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import pulse_rl as pulse
-from bench.evidence.markdown import table
+from bench.evidence.markdown import spread, table
 from pulse_rl.flow import metrics, model, policy, recipe_file
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.tasks import Problem, ProblemStream
@@ -23,8 +23,7 @@ from pulse_rl.flow.tasks import Problem, ProblemStream
 KEPT = Path(__file__).with_name("trainers.tsv")
 COLUMNS = ("method", "lr", "seed", "step", "reward", "sent_nbytes", "dense_nbytes", "greedy", "sampled")
 METHODS = {"pulse": "**PULSELoCo**", "published": "PULSELoCo as published", "diloco": "DiLoCo", "ddp": "DDP"}
-PROBLEMS, FIRST, BATCH = 256, 500_000, 32
-SAMPLES = 4  # of each problem
+PROBLEMS, FIRST, BATCH = 1024, 500_000, 64
 SHOWN = 2  # rounds whose mean reward is the beginning's; at the end it is one more
 
 
@@ -44,21 +43,21 @@ def unseen(recipe: Recipe, stream: ProblemStream) -> list[Problem]:
 
 @torch.no_grad()
 def score(loaded: model.Loaded, stream: ProblemStream, problems: list[Problem], recipe: Recipe) -> tuple[float, float]:
-    """The mean reward of the likeliest answers, and of sampled ones."""
+    """The mean reward of the likeliest answers, and of one sampled for each problem."""
     stops = policy.stop_tokens(loaded.tokenizer)
     generator = torch.Generator().manual_seed(0)
-    temperatures = torch.tensor([0.0] + [recipe.workflow.temperature] * SAMPLES)[:, None]
+    temperatures = torch.tensor([0.0, recipe.workflow.temperature])[:, None]
     rewards = []
     for start in range(0, len(problems), BATCH):
         batch = problems[start : start + BATCH]
         ids, mask = policy.encode(loaded.tokenizer, [problem.prompt for problem in batch])
-        how = policy.How(1 + SAMPLES, recipe.workflow.max_new_tokens, temperatures.repeat(len(batch), 1), stops)
+        how = policy.How(2, recipe.workflow.max_new_tokens, temperatures.repeat(len(batch), 1), stops)
         found = policy.sample(loaded.model, ids, mask, how, generator)
         for row, (tokens, kept) in enumerate(zip(found.tokens, found.mask, strict=True)):
             text = loaded.tokenizer.decode(tokens[kept], skip_special_tokens=True)
-            rewards.append(stream.reward(batch[row // (1 + SAMPLES)], text))
-    each = torch.tensor(rewards).reshape(-1, 1 + SAMPLES)
-    return float(each[:, 0].mean()), float(each[:, 1:].mean())
+            rewards.append(stream.reward(batch[row // 2], text))
+    each = torch.tensor(rewards).reshape(-1, 2)
+    return float(each[:, 0].mean()), float(each[:, 1].mean())
 
 
 def measure(run: Path) -> None:
@@ -99,7 +98,7 @@ def trainers() -> str:
             [
                 f"{METHODS[method]}, {lr.replace('e-0', 'e-')}",
                 f"{len(seeds)} × {rows[-1]['step']}",
-                _spread(gains[lr, method]),
+                spread(gains[lr, method]),
                 f"{statistics.fmean(gains[lr, method]) / statistics.fmean(diloco):.2f}" if diloco else "–",
                 *(f"{_mean(first, of):.3f} → {_mean(last, of):.3f}" for of in ("greedy", "sampled")),
                 f"{sent / 1e6:,.1f} MB",
@@ -114,10 +113,6 @@ def _gain(rows: list[dict[str, str]]) -> float:
     """The mean reward of the last rounds less that of the first."""
     rounds = rows[1:]
     return _mean(rounds[-SHOWN - 1 :], "reward") - _mean(rounds[:SHOWN], "reward")
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _mean(rows: list[dict[str, str]], column: str) -> float:
