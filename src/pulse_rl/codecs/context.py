@@ -280,7 +280,7 @@ class _Group:
         most = _batch(self._device if self._usable.all() else None)
         return [chosen[some] for some in sliced(self.sizes[chosen], most)]
 
-    def measure(self, batch: Ints) -> model.Counted:
+    def measure(self, batch: Ints) -> model.ExponentCounts:
         """How many elements of each segment have each exponent, and of those that change."""
         every = np.clip(self.sizes[batch] // SAMPLED_SIZE, 1, SAMPLED_EVERY)
         with self._device.coder() as coder:
@@ -295,7 +295,7 @@ class _Group:
         exponents = np.flatnonzero(elements.any(0) | changes.any(0))  # most are those of no element
         of_changes = changes[:, exponents]
         # Of a sample, there may be fewer elements than changes.
-        return model.Counted(exponents, np.maximum(elements[:, exponents], of_changes), of_changes)
+        return model.ExponentCounts(exponents, np.maximum(elements[:, exponents], of_changes), of_changes)
 
     def count(self, batch: Ints, *, classes: Ints, starts: Sequence[Start]) -> Ints:
         """Count the bits of a batch, (classes, contexts)."""

@@ -72,7 +72,7 @@ def _odds(ones: Ints, zeros: Ints) -> Ints:
     return odds
 
 
-class Counted(NamedTuple):
+class ExponentCounts(NamedTuple):
     """How many elements of segments have which exponent: only exponents that some have, and they are few."""
 
     exponents: Ints  # (c,), ascending
@@ -86,7 +86,7 @@ class Counted(NamedTuple):
         return every[0], every[1]
 
 
-def join(several: Sequence[Counted]) -> Counted:
+def join(several: Sequence[ExponentCounts]) -> ExponentCounts:
     """The counts of segments one after another."""
     exponents = np.unique(np.concatenate([each.exponents for each in several]))
     counts = np.zeros((2, sum(len(each.elements) for each in several), len(exponents)), np.int64)
@@ -95,10 +95,10 @@ def join(several: Sequence[Counted]) -> Counted:
         end = at + len(each.elements)
         counts[:, at:end, np.searchsorted(exponents, each.exponents)] = each.elements, each.changes
         at = end
-    return Counted(exponents, counts[0], counts[1])
+    return ExponentCounts(exponents, counts[0], counts[1])
 
 
-def classify(counted: Counted, exponents: int) -> tuple[Ints, list[Ints]]:
+def classify(counted: ExponentCounts, exponents: int) -> tuple[Ints, list[Ints]]:
     """Divide segments into at most CLASSES by the rate at which each exponent changes: 2-means over code lengths.
 
     Returns each segment's class, and each class's activity, (exponents,).
