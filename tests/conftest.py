@@ -45,8 +45,9 @@ LONG = (
     "sync/test_interrupted",
     "sync/test_views",
 )
-# Fixtures that start processes: tests that share them stay together.
-OF_A_MODULE, OF_ALL = {"server"}, "ranks"
+# Fixtures whose first use takes long in each process, as ranks start or kernels are compiled for the emulated device:
+# tests that share them stay together.
+OF_A_MODULE, OF_ALL = {"server"}, ("ranks", "a_device")
 WARMUP = pytest.StashKey["subprocess.Popen[bytes]"]()
 
 
@@ -75,12 +76,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)  # when those that are not run, as the slow ones, are out of the list
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    groups: dict[str, list[pytest.Item]] = {OF_ALL: []}
+    groups: dict[str, list[pytest.Item]] = {name: [] for name in OF_ALL}
     others: list[pytest.Item] = []
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        if OF_ALL in fixtures:
-            groups[OF_ALL].append(item)
+        if shared := next((name for name in OF_ALL if name in fixtures), None):
+            groups[shared].append(item)
         elif not item.nodeid.removeprefix("tests/").startswith(LONG):
             others.append(item)
         else:
