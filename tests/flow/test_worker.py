@@ -237,7 +237,7 @@ def naive_float(byte: int, exponents: int, mantissas: int) -> float:
     """What the bits of a float without infinities stand for: a sign, an exponent, a mantissa."""
     bias, fraction = 2 ** (exponents - 1) - 1, byte & (2**mantissas - 1)
     exponent, sign = byte >> mantissas & (2**exponents - 1), -1 if byte >> (exponents + mantissas) else 1
-    return sign * (fraction / 2**mantissas + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
+    return float(sign * (fraction / 2**mantissas + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias))
 
 
 @pytest.mark.parametrize(

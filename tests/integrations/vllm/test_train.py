@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.flow import model, policy, quantised, recipe_file
+from pulse_rl.flow import model, policy, recipe_file
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
 from tests.integrations.vllm.world import tied_model
 
@@ -62,7 +62,7 @@ def test_a_worker_samples_with_the_view_that_it_has_proved(loaded: model.Loaded,
     """
     url, temperature = (tmp_path / "store").as_uri(), 1.2
     config = SamplerSettings(store_url=url, group_size=3, max_new_tokens=6, temperature=temperature, view="fp8")
-    publisher = pulse.Publisher(url, views=quantised.VIEWS)
+    publisher = pulse.Publisher(url, views={"fp8": pulse.Fp8(block="channel", rule="vllm")})
     publisher.publish(loaded.model, version=0, assets=model.assets(loaded))
     assets = {path.name: path.read_bytes() for path in pulse.load_assets(url, tmp_path / "assets", view="fp8")}
     sampler, codes = VllmSampler("worker-0", config, assets), BuiltinSampler("worker-1", config, assets)
