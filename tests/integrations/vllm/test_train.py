@@ -61,8 +61,9 @@ def test_a_worker_samples_with_the_view_that_it_has_proved(loaded: model.Loaded,
     trainer's own; and the digest against the view's.
     """
     url, temperature = (tmp_path / "store").as_uri(), 1.2
-    config = SamplerSettings(store_url=url, group_size=3, max_new_tokens=6, temperature=temperature, view="fp8")
-    publisher = pulse.Publisher(url, views={"fp8": pulse.Fp8(block="channel", rule="vllm")})
+    views = {"fp8": pulse.Fp8(block="channel", rule="vllm")}
+    config = SamplerSettings(url, 3, max_new_tokens=6, temperature=temperature, view="fp8", form=views["fp8"])
+    publisher = pulse.Publisher(url, views=views)
     publisher.publish(loaded.model, version=0, assets=model.assets(loaded))
     assets = {path.name: path.read_bytes() for path in pulse.load_assets(url, tmp_path / "assets", view="fp8")}
     sampler, codes = VllmSampler("worker-0", config, assets), BuiltinSampler("worker-1", config, assets)
