@@ -37,10 +37,10 @@ RATES = {
     # steps, 6.0 in the next, and 6.4 to 7.6 from then on.
     "context": Rates(5.4, 1.6, 6e-10, 2.5e-7),
 }
-# A view in FP8 with a scale for each row, by `context`: 80.3 kB of BF16's 421 kB; one in blocks took 0.45 of a publish
+# A view in FP8 with a scale for each row, by `context`: 80.3 kB of BF16's 421 kB; one in blocks took 0.33 of a publish
 # on top (docs/views.md: one run of a model of 135M, whose embedding, a fifth of it, stays BF16).
 VIEW = "fp8 view"
-VIEW_SHARE, VIEW_TIME = 80.3 / 421, 0.45
+VIEW_SHARE, VIEW_TIME = 80.3 / 421, 0.33
 VIEW_RATES = RATES["context"]._replace(
     positions=VIEW_SHARE * RATES["context"].positions,
     rest=VIEW_SHARE * RATES["context"].rest,
