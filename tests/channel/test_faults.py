@@ -22,7 +22,6 @@ from tests.group import world as group_world
 from tests.loco.ranks import Ranks, good, picklable
 from tests.store.servers import free_port
 
-
 NOTICED_S = 150  # seconds in which a busy machine tells the others that a rank died
 
 
