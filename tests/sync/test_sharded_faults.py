@@ -80,7 +80,7 @@ def interrupt_outside(group: Any, rank: int, size: int, store: str, where: str) 
     owner, name = {
         "the checks": (line, "check_successor"),
         "the thread": (pipeline, "_InFlight"),
-        "the anchor": (anchors, "_nbytes"),
+        "the anchor": (anchors, "_chunks"),
     }[where]
     begun, errors = time.monotonic(), list[BaseException]()
     with pytest.MonkeyPatch.context() as patch:
