@@ -3,7 +3,7 @@
 python -m bench.evidence.trainers RUN ... > bench/evidence/trainers.tsv
 
 A line for each round of each run, with its mean reward and what a trainer sent; and, in the first and the last, the
-reward on problems that no trainer saw: one answer with the likeliest tokens, and one that is sampled.
+reward on problems that no trainer saw: of the likeliest answers, and of some that are sampled for a part of them.
 """
 
 import csv
@@ -23,7 +23,8 @@ from pulse_rl.flow.tasks import Problem, ProblemStream
 KEPT = Path(__file__).with_name("trainers.tsv")
 COLUMNS = ("method", "lr", "seed", "step", "reward", "sent_nbytes", "dense_nbytes", "greedy", "sampled")
 METHODS = {"pulse": "**PULSELoCo**", "published": "PULSELoCo as published", "diloco": "DiLoCo", "ddp": "DDP"}
-PROBLEMS, FIRST, BATCH = 1024, 500_000, 64
+PROBLEMS, FIRST, BATCH = 1024, 500_000, 32
+SAMPLES, SAMPLED = 4, 256  # answers that are sampled, of so many problems
 SHOWN = 2  # rounds whose mean reward is the beginning's; at the end it is one more
 
 
@@ -43,21 +44,22 @@ def unseen(recipe: Recipe, stream: ProblemStream) -> list[Problem]:
 
 @torch.no_grad()
 def score(loaded: model.Loaded, stream: ProblemStream, problems: list[Problem], recipe: Recipe) -> tuple[float, float]:
-    """The mean reward of the likeliest answers, and of one sampled for each problem."""
+    """The mean reward of the likeliest answers, and of sampled ones."""
     stops = policy.stop_tokens(loaded.tokenizer)
     generator = torch.Generator().manual_seed(0)
-    temperatures = torch.tensor([0.0, recipe.workflow.temperature])[:, None]
-    rewards = []
+    likeliest, sampled = list[float](), list[float]()
     for start in range(0, len(problems), BATCH):
         batch = problems[start : start + BATCH]
+        temperatures = [0.0] + [recipe.workflow.temperature] * (SAMPLES if start < SAMPLED else 0)
         ids, mask = policy.encode(loaded.tokenizer, [problem.prompt for problem in batch])
-        how = policy.How(2, recipe.workflow.max_new_tokens, temperatures.repeat(len(batch), 1), stops)
+        every = torch.tensor(temperatures)[:, None].repeat(len(batch), 1)
+        how = policy.How(len(temperatures), recipe.workflow.max_new_tokens, every, stops)
         found = policy.sample(loaded.model, ids, mask, how, generator)
         for row, (tokens, kept) in enumerate(zip(found.tokens, found.mask, strict=True)):
+            number, answer = divmod(row, len(temperatures))
             text = loaded.tokenizer.decode(tokens[kept], skip_special_tokens=True)
-            rewards.append(stream.reward(batch[row // 2], text))
-    each = torch.tensor(rewards).reshape(-1, 2)
-    return float(each[:, 0].mean()), float(each[:, 1].mean())
+            (sampled if answer else likeliest).append(stream.reward(batch[number], text))
+    return statistics.fmean(likeliest), statistics.fmean(sampled)
 
 
 def measure(run: Path) -> None:
