@@ -11,9 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import pulse_rl as pulse
 from bench import ROOT
-from bench.report import Progress, Table, ms
+from bench.report import Progress, Table, ms, processor_time
 from pulse_rl.errors import IntegrityError, PulseError
 from pulse_rl.store.base import Store
 from pulse_rl.units import nbytes
@@ -127,9 +127,10 @@ def _follow(directory: Path, count: int, versions: int, elements: int) -> Fanout
         for version in range(versions + 1):
             if version:
                 masters -= random.standard_normal(elements, np.float32) * np.float32(MOVE_STD * LEARNING_RATE)
-                bits, start = {"w": _bfloat16(masters)}, time.process_time()
-                seconds.append(publisher.publish(bits, version=version).total_s)
-                cpu_seconds.append(time.process_time() - start)
+                bits = {"w": _bfloat16(masters)}
+                processor, report = processor_time(partial(publisher.publish, bits, version=version))
+                seconds.append(report.total_s)
+                cpu_seconds.append(processor)
             for subscriber in processes:
                 _expect(subscriber, f"{version} {publisher.digest}")
     finally:

@@ -7,6 +7,7 @@ with 128 experts in 48 layers and three matrices each; 0.2 % of them change at r
 import argparse
 import statistics
 import tempfile
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ def measure(tensors: int, codec: PatchCodec) -> Cost:
             for tensor in weights.values() if version else ():
                 bits = tensor.view(torch.int16).view(-1)
                 bits[torch.from_numpy(rng.integers(0, len(bits), round(DENSITY * len(bits))))] += 1
-            publish, _ = processor_time(lambda version=version: publisher.publish(weights, version=version))  # type: ignore[misc]
+            publish, _ = processor_time(partial(publisher.publish, weights, version=version))
             found["publish" if version % 4 else "with_skip"].append(publish)
             if version > 4 and version % 4 in (1, 2):
                 continue

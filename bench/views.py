@@ -10,13 +10,14 @@ BF16 and as codes with scales: a view's other tensors, as embeddings, cost the s
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pulse_rl as pulse
 from bench.bound import bounds
+from bench.report import processor_time
 from pulse_rl.cli import output
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import CODECS, CodecName
@@ -78,9 +79,7 @@ def measure(
             order = list(lines)[turn % len(lines) :] + list(lines)[: turn % len(lines)]  # the first finds cold caches
             for name in order:
                 publisher = lines[name]
-                start = time.process_time()
-                report = publisher.publish(weights, version=version)
-                seconds = time.process_time() - start
+                seconds, report = processor_time(partial(publisher.publish, weights, version=version))
                 line = report.views["a"].patch if report.views else None
                 size = report.patch_nbytes if line is None else line.total_nbytes
                 tensors: Mapping[str, Bits] = made[name].look() if name in made else layout(weights)

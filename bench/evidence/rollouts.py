@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from bench.evidence.markdown import spread, table
+from bench.evidence.markdown import mean, spread, table
 from pulse_rl.flow import metrics, recipe_file
 
 KEPT = Path(__file__).with_name("rollouts.tsv")
@@ -28,26 +28,22 @@ def measure(run: Path) -> None:
 
 def rollouts() -> str:
     """The table: means over the seeds, and the standard deviation between them."""
-    runs = defaultdict[str, dict[str, list[dict[str, float]]]](lambda: defaultdict(list))
+    runs = defaultdict[str, dict[str, list[dict[str, str]]]](lambda: defaultdict(list))
     for row in csv.DictReader(KEPT.read_text().splitlines(), delimiter="\t"):
-        runs[row["view"]][row["seed"]].append({name: float(row[name]) for name in MEASURED})
+        runs[row["view"]][row["seed"]].append(row)
     lines = []
     for view, seeds in runs.items():
         steps = len(next(iter(seeds.values())))
         part = steps // PARTS
         first, last = (
-            [_mean(rows[some], "reward") for rows in seeds.values()] for some in (slice(part), slice(-part, None))
+            [mean(rows[some], "reward") for rows in seeds.values()] for some in (slice(part), slice(-part, None))
         )
         gained = [end - begin for begin, end in zip(first, last, strict=True)]
-        kl, ratio, clipped = (statistics.fmean(_mean(rows, name) for rows in seeds.values()) for name in MEASURED[1:])
+        kl, ratio, clipped = (statistics.fmean(mean(rows, name) for rows in seeds.values()) for name in MEASURED[1:])
         away = (f"{kl:.4f}", f"{ratio:.4f}", f"{clipped:.2%}")
         lines.append([view.upper(), f"{len(seeds)} × {steps}", *map(spread, (first, last, gained)), *away])
     head = ("workers sample with", "seeds × steps", "reward, first quarter", "last quarter", "gained")
     return table((*head, "KL, nats a token", "mean ratio", "tokens cut"), lines)
-
-
-def _mean(rows: list[dict[str, float]], name: str) -> float:
-    return statistics.fmean(row[name] for row in rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import pulse_rl as pulse
-from bench.evidence.markdown import spread, table
+from bench.evidence.markdown import mean, spread, table
 from pulse_rl.flow import metrics, model, policy, recipe_file
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.tasks import Problem, ProblemStream
@@ -93,7 +93,7 @@ def trainers() -> str:
     lines = []
     for (lr, method), seeds in runs.items():
         rows = [row for each in seeds.values() for row in each[1:]]
-        sent, dense = (_mean(rows, column) for column in ("sent_nbytes", "dense_nbytes"))
+        sent, dense = (mean(rows, column) for column in ("sent_nbytes", "dense_nbytes"))
         first, last = ([each[end] for each in seeds.values()] for end in (0, -1))
         diloco = gains.get((lr, "diloco"))
         lines.append(
@@ -102,7 +102,7 @@ def trainers() -> str:
                 f"{len(seeds)} × {rows[-1]['step']}",
                 spread(gains[lr, method]),
                 f"{statistics.fmean(gains[lr, method]) / statistics.fmean(diloco):.2f}" if diloco else "–",
-                *(f"{_mean(first, of):.3f} → {_mean(last, of):.3f}" for of in ("greedy", "sampled")),
+                *(f"{mean(first, of):.3f} → {mean(last, of):.3f}" for of in ("greedy", "sampled")),
                 f"{sent / 1e6:,.1f} MB",
                 f"{dense / sent:,.0f} ×",
             ]
@@ -114,11 +114,7 @@ def trainers() -> str:
 def _gain(rows: list[dict[str, str]]) -> float:
     """The mean reward of the last rounds less that of the first."""
     rounds = rows[1:]
-    return _mean(rounds[-SHOWN - 1 :], "reward") - _mean(rounds[:SHOWN], "reward")
-
-
-def _mean(rows: list[dict[str, str]], column: str) -> float:
-    return statistics.fmean(float(row[column]) for row in rows)
+    return mean(rounds[-SHOWN - 1 :], "reward") - mean(rounds[:SHOWN], "reward")
 
 
 if __name__ == "__main__":
