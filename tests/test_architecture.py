@@ -44,7 +44,7 @@ INSIDE = {
     "integrations": {"patch": "master weights are written with the proof and the undo of an apply"},
     "study": {
         "checkpoint": "it compares checkpoints tensor by tensor, without loading them",
-        "codecs": "it compares all codecs on the same changes, and reads changes out of a patch without weights",
+        "codecs": "it compares all codecs on the same changes",
         "history": "it goes through the patches of a history one by one",
         "log": "likewise, and fetches them",
         "patch": "likewise, within a patch",

@@ -157,7 +157,7 @@ def test_a_command_that_is_killed_at_a_write_loses_nothing(tmp_path: Path) -> No
 
 
 def test_a_relay_keeps_as_many_versions_as_it_is_told(tmp_path: Path) -> None:
-    """Of its own store: those before the newest anchor go, and each view goes with them."""
+    """The relay deletes versions before the newest anchor, and their views."""
     trainer, target = Trainer(tmp_path / "source"), tmp_path / "target"
     relay = Relay(str(target), {"fp8": VIEW}, retain=2, grace=0.0)
     for version in range(53):  # an anchor comes every 50 versions

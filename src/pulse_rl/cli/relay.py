@@ -10,7 +10,7 @@ from pulse_rl.cli import output
 from pulse_rl.cli.follow import drive, open_history
 from pulse_rl.cli.metrics import Metrics, Track
 from pulse_rl.cli.output import AsJson, PublicKeyFile
-from pulse_rl.cli.stores import StoreTarget
+from pulse_rl.cli.stores import Grace, KeepEvery, StoreTarget
 
 
 def relay(
@@ -32,14 +32,8 @@ def relay(
             min=1, help="Keep at least this many of the newest versions in DST; without it, all.", show_default=False
         ),
     ] = None,
-    keep_every: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --retain, keep every N-th anchor permanently.", show_default=False),
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(min=0, metavar="SECONDS", help="As of `pulse-rl prune`, with --retain."),
-    ] = 3600.0,
+    keep_every: KeepEvery = None,
+    grace: Grace = 3600.0,
     public_key: PublicKeyFile = None,
     sign_with: Annotated[
         str | None, typer.Option(metavar="PEM", help="Ed25519 private key to sign DST by.", show_default=False)

@@ -35,6 +35,21 @@ StoreTarget = Annotated[
     ),
 ]
 
+KeepEvery = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Of older versions, keep every N-th anchor permanently; without it, none.", show_default=False
+    ),
+]
+Grace = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="Keep what was among the newest --retain versions less than this long ago: readers may be using it.",
+    ),
+]
+
 
 def status(
     store: StoreTarget,
@@ -136,20 +151,8 @@ def _serve(store: str, where: str, **limits: Any) -> None:
 def prune(
     store: StoreTarget,
     retain: Annotated[int, typer.Option(min=1, help="Keep at least this many of the newest versions.")],
-    keep_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Of older versions, keep every N-th anchor permanently; without it, none.", show_default=False
-        ),
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Keep what was among the newest --retain versions less than this long ago: readers may be using it.",
-        ),
-    ] = 3600.0,
+    keep_every: KeepEvery = None,
+    grace: Grace = 3600.0,
     expire: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="Delete the heartbeats of subscribers that were silent this long."),

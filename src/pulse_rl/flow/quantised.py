@@ -1,9 +1,9 @@
 """Quantised rollouts: the views that a policy's trainers publish for its pools, and a model that samples with one.
 
 A worker of a pool with a `view` follows the codes and scales of that view, proved bit for bit. vLLM computes with its
-kernels for them, and follows one form in place. The built-in model takes any form: it computes in bfloat16 with what
-the codes stand for, code · scale, rounded to bfloat16. So the policy that it samples from is that of the quantised
-weights; activations are not quantised, as an engine's FP8 kernels do.
+kernels for them, and follows FP8 by rows and MXFP8 in place. The built-in model takes any form: it computes in bfloat16
+with what the codes stand for, code · scale, rounded to bfloat16. So the policy that it samples from is that of the
+quantised weights; activations are not quantised, as an engine's FP8 kernels do.
 """
 
 from collections.abc import Mapping

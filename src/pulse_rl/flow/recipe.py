@@ -344,23 +344,21 @@ def _check_elastic(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
         )
 
 
-def _check_view(key: str, pool: PoolRecipe, forms: "dict[str, View]") -> None:
-    """forms: of the views so far, by name, to which this one's is added."""
+def _checked_view(key: str, pool: PoolRecipe) -> "tuple[str, View] | None":
+    """The view of a pool, which its kind of workers can sample with."""
     try:
         found = pool.quantised
     except ValueError as error:
         raise ValueError(f"{key}.view: {error}") from None
-    if found is None:
-        return
-    name, form = found
-    if forms.setdefault(name, form) != form:
-        raise ValueError(f"{key}.view: expected {forms[name]}, as {name!r} is in another pool, found {form}")
-    _, kind, _, codes = form.key
-    if pool.kind == "vllm" and form.key[:2] != ("vllm", "channel") and (kind, codes) != ("mx", "fp8"):
+    if found is None or pool.kind != "vllm":
+        return found
+    rule, kind, _, codes = found[1].key
+    if (rule, kind) != ("vllm", "channel") and (kind, codes) != ("mx", "fp8"):
         raise ValueError(
             f'{key}.view: expected FP8 by rows, {VIEWS["fp8"]!r}, or MXFP8 with kind = "vllm", which follows no '
             f'other form in place, found {pool.view!r}; kind = "builtin" samples with any'
         )
+    return found
 
 
 def _check_pools(recipe: Recipe) -> None:
@@ -370,7 +368,10 @@ def _check_pools(recipe: Recipe) -> None:
     forms: dict[str, View] = {}
     for number, pool in enumerate(recipe.pools):
         key = f"pools[{number}]"
-        _check_view(key, pool, forms)
+        if (found := _checked_view(key, pool)) is not None:
+            name, form = found
+            if forms.setdefault(name, form) != form:
+                raise ValueError(f"{key}.view: expected {forms[name]}, as {name!r} is in another pool, found {form}")
         _plain_name(f"{key}.name", pool.name)
         for name in pool.policies:
             if name not in recipe.policies:

@@ -109,6 +109,17 @@ class ViewEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     trail: ObjectRef | None
     nonfinite: Count = 0
 
+    def info(self, name: str) -> "ViewInfo":
+        """Sum up this view, as `status` and `inspect` tell of it.
+
+        Args:
+            name: The name of the view.
+
+        Returns:
+            Its name, its form, and how many bytes it takes.
+        """
+        return ViewInfo(name, self.form, self.full_nbytes, self.patch.total_nbytes if self.patch else 0)
+
 
 class ViewInfo(msgspec.Struct, frozen=True):
     """A view of a version.
@@ -206,10 +217,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def view_infos(self) -> "tuple[ViewInfo, ...]":
         """The views of this version, as `status` and `inspect` tell of them."""
-        return tuple(
-            ViewInfo(name, one.form, one.full_nbytes, one.patch.total_nbytes if one.patch else 0)
-            for name, one in sorted(self.views.items())
-        )
+        return tuple(entry.info(name) for name, entry in sorted(self.views.items()))
 
     def each_view(self) -> "list[Manifest]":
         """List this version, and the version as each of its views has it.

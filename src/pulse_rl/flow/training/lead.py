@@ -6,6 +6,8 @@ A round's line of metrics is written before the checkpoint that includes its ste
 import time
 from typing import Any
 
+import msgspec
+
 from pulse_rl import PublishReport
 from pulse_rl.flow import metrics
 from pulse_rl.flow.recipe import Recipe
@@ -104,15 +106,7 @@ class Lead:
             "codec_reason": report.codec_reason,
             "publish_s": report.total_s,
             "phases": phases_of(report),
-            "views": [
-                {
-                    "name": name,
-                    "form": view.form,
-                    "full_nbytes": view.full_nbytes,
-                    "patch_nbytes": view.patch.total_nbytes if view.patch else 0,
-                }
-                for name, view in sorted(report.views.items())
-            ],
+            "views": [msgspec.structs.asdict(view.info(name)) for name, view in sorted(report.views.items())],
         }
 
     def _workers(self) -> dict[str, Any]:
