@@ -230,6 +230,10 @@ def test_damage_of_a_view_is_found_and_leaves_the_weights_alone(tmp_path: Path, 
     subscriber = pulse.Subscriber(store)
     subscriber.sync(weights := subscriber.allocate())
     assert pulse.digest(weights) == pulse.digest(policy.weights)
+    with pulse.Publisher(store, views={"fp8": VIEWS["fp8"]}) as publisher:  # which goes on without what is damaged
+        publisher.resume()
+        publisher.publish(policy.step(), anchor=True)
+    assert same(pull(store, "fp8"), policy.views(None)["fp8"])
 
 
 def test_views_are_copied_pruned_and_signed_with_their_versions(tmp_path: Path) -> None:
@@ -314,7 +318,13 @@ def test_ranks_quantise_their_shares(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("views", "word"), [({"a/b": pulse.Fp8()}, "view: expected a name"), ({"fp8": "float8"}, "views: expected name")]
+    ("views", "word"),
+    [
+        ({"a/b": pulse.Fp8()}, "view: expected a name"),
+        ({"fp8\n": pulse.Fp8()}, "view: expected a name"),
+        ({"fp8": "float8"}, "views: expected name"),
+        ([pulse.Fp8()], "views: expected a mapping"),
+    ],
 )
 def test_views_that_make_no_sense_are_refused(views: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):

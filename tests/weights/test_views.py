@@ -166,6 +166,21 @@ def test_a_view_that_follows_is_one_that_looks(scales: Any, which: tuple[Any, st
             assert np.array_equal(everything(follows[name]), everything(looks[name])), name
 
 
+@pytest.mark.parametrize(("rule", "kind", "ue8m0", "codes"), RULES)
+def test_what_is_not_finite_is_quantised_alike_in_every_way(rule: str, kind: str, ue8m0: bool, codes: str) -> None:
+    """NaN of both signs and of any bits, infinities and subnormals, by a view that follows and by one made anew."""
+    chosen, random = view_of(rule, kind, ue8m0, codes), np.random.default_rng(0)
+    live = {name: torch.randn(140, 160).bfloat16() for name in ("a.weight", "b.weight")}
+    follows = Quantised(chosen, live).look()
+    for odd in ([0x7FFF, -1], [0x7FC0, -0x40, 0x7F80, -0x80], [1, -0x7FFF, 0x7F7F, -0x81]):
+        before = {name: raw(tensor).reshape(-1).copy() for name, tensor in live.items()}
+        for tensor in live.values():
+            tensor.view(torch.int16).view(-1)[::97] = torch.tensor(odd).repeat(140)[:231].short()
+        list(follows.follow(sections_of(before, live, random)))
+        anew = Quantised(chosen, live).look()
+        assert all(np.array_equal(everything(follows[name]), everything(anew[name])) for name in anew), odd
+
+
 def sections_of(before: dict[str, Any], live: dict[str, Any], random: Any) -> Iterator[SectionChanges]:
     """What changed, in two boxes of each tensor."""
     for name, old in before.items():
@@ -274,6 +289,23 @@ def test_what_is_quantised_and_what_it_is_called() -> None:
     }
 
 
+@pytest.mark.parametrize("chosen", [Int8(), Fp4(format="nvfp4")], ids=repr)
+def test_tied_tensors_are_quantised_together_or_not_at_all(chosen: View, store: Any) -> None:
+    """Codes and scales have all names of a tensor. One that is ignored by one of its names stays bfloat16."""
+    shared, embedding = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    live = {"a.weight": shared, "b.weight": shared, "shared.weight": embedding, "lm_head.weight": embedding}
+    pulse.Publisher(store, views={"view": chosen}).publish(live)
+    subscriber = pulse.Subscriber(store, view="view")
+    subscriber.sync(got := subscriber.allocate())
+    form, made = ViewFormat(chosen), Quantised(chosen, {"a.weight": shared}).look()
+    for name in ("a.weight", "b.weight"):
+        for key, first in zip(*(form.tensors(one, (32, 64)) for one in (name, "a.weight")), strict=True):
+            assert np.array_equal(raw(got.pop(key)).reshape(-1), everything(made[first])), key
+    assert sorted(got) == ["lm_head.weight", "shared.weight"]
+    assert all(torch.equal(tensor, embedding) for tensor in got.values())
+    assert Quantised(chosen, live).config()["ignore"] == ["lm_head", "shared"]
+
+
 def test_a_view_is_published_as_it_is(store: Any) -> None:
     """Versions of a view arrive bit for bit, from one mapping that keeps up."""
     live = {"a.weight": torch.randn(300, 200).to(torch.bfloat16), "norm.weight": torch.ones(4, dtype=torch.bfloat16)}
@@ -304,11 +336,28 @@ def subscriber_memory(view: Quantised) -> dict[str, Any]:
         ({"rule": "mine"}, "rule"),
         ({"scales": "fixed"}, "scales"),
         ({"keep": 1.5}, "keep"),
+        ({"ignore": "lm_head"}, "ignore"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=f"^{word}: expected"):
         Fp8(**settings)
+
+
+def test_a_form_is_the_same_however_it_is_written() -> None:
+    """It is compared with that of the version before, as text."""
+    listed: Any = [128, 128]
+    assert repr(Fp8(block=listed, ignore=["a"])) == repr(Fp8(ignore=("a",)))
+
+
+def test_a_block_may_be_larger_than_a_matrix() -> None:
+    live = {"a.weight": torch.randn(60, 40).bfloat16()}
+    large, usual = Quantised(Fp8(block=(1 << 32, 1 << 40)), live).look(), Quantised(Fp8(), live)
+    before = {"a.weight": raw(live["a.weight"]).reshape(-1).copy()}
+    live["a.weight"][3] *= 4
+    large.follow(sections_of(before, live, np.random.default_rng(0)))
+    usual.look()
+    assert all(np.array_equal(everything(large[name]), everything(usual[name])) for name in usual)
 
 
 def test_an_unknown_format_of_fp4_is_refused() -> None:
@@ -323,6 +372,11 @@ def test_weights_that_cannot_be_quantised_are_refused() -> None:
         Quantised(Fp8(block=(1, 32), rule="vllm"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
     with pytest.raises(ValueError, match=r"a\.weight.*multiple of 16"):
         Quantised(Fp4(format="nvfp4"), {"a.weight": torch.ones(4, 40, dtype=torch.bfloat16)})
+    with pytest.raises(ValueError, match=r"other names .*'a\.weight_packed'"):
+        Quantised(
+            Fp4(format="mxfp4"),
+            {name: torch.ones(4, 32, dtype=torch.bfloat16) for name in ("a.weight", "a.weight_packed")},
+        )
     with pytest.raises(ValueError, match="found none"):
         Quantised(Fp8(), {"norm.weight": torch.ones(4, dtype=torch.bfloat16)})
 

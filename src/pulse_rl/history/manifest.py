@@ -276,7 +276,7 @@ def is_file_name(name: str) -> bool:
 
 def check_view_name(name: object) -> None:
     """Raise ValueError unless a view can have this name."""
-    if not isinstance(name, str) or not re.match(VIEW_NAME, name):
+    if not isinstance(name, str) or not re.fullmatch(VIEW_NAME, name):
         raise ValueError(f"view: expected a name of at most 64 letters, digits and . _ -, found {name!r}")
 
 

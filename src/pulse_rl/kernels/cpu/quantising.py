@@ -78,12 +78,19 @@ def largest(
 
 
 @inlined
+def _e4m3(value):
+    # Of all NaN that of 0 · ∞ on x86: the sign of a product of two depends on how the loop was compiled.
+    code = rounded(bits_of(value), _E4M3)
+    return np.uint32(0xFF) if code & np.uint32(0x7F) == np.uint32(0x7F) else code
+
+
+@inlined
 def _code(bits, factor, how):
     value = float_of(np.uint32(np.uint32(bits) << np.uint32(16)))
     if how == MULTIPLIED:
-        return rounded(bits_of(np.float32(value * factor)), _E4M3)
+        return _e4m3(np.float32(value * factor))
     if how == DIVIDED:
-        return rounded(bits_of(np.float32(value / factor)), _E4M3)
+        return _e4m3(np.float32(value / factor))
     if how != DIVIDED_FP4:
         narrow = np.uint32(rounded(bits_of(np.float32(value / factor)), _BF16) << np.uint32(16))
         value = float_of(narrow)
@@ -92,7 +99,7 @@ def _code(bits, factor, how):
     # A zero point of 0 is added: −0 becomes +0.
     value = np.float32(value + np.float32(0))
     if how == DIVIDED_NARROW:
-        return rounded(bits_of(value), _E4M3)
+        return _e4m3(value)
     if how >= DIVIDED_FP4:
         return rounded(bits_of(value), E2M1)
     value = min(max(value, np.float32(-128)), np.float32(127))

@@ -50,6 +50,7 @@ class Attempt:
     new: NewVersion
     assets: Mapping[str, bytes]  # small files to put with an anchor
     clock: Clock  # made when publish was called
+    asks_anchor: bool  # so that what is damaged before it does not count
     encoded: Encoded | None = None  # None until it is coded, and where there is no patch
 
     @property

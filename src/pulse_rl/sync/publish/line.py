@@ -91,7 +91,7 @@ class Line:
             found_odd = nonfinite_warning(manifest, new.spoilt) or "all weights are finite again"
             log.warning("version %d: %s", version, found_odd)
         self.position.baseline = None  # until it is known what its memory holds
-        return Attempt(manifest, start, plan, new, given.files, clock)
+        return Attempt(manifest, start, plan, new, given.files, clock, request.anchor)
 
     def advance(self, attempt: Attempt) -> Attempt:
         """Code what was found, and move the baseline to the new version. A collective. Returns what is to be put."""

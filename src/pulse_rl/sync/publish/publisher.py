@@ -151,6 +151,8 @@ class Publisher:
                 raise ValueError(f"baseline: expected 'host', 'pinned' or 'device', found {baseline!r}")
             if baseline != "host":
                 require_kernels()
+            if not isinstance(views, Mapping | None):
+                raise ValueError(f"views: expected a mapping, as {{'fp8': pulse.Fp8()}}, found {views!r}")
             self.bandwidth = bandwidth
             self.history = History(store, sign_with=sign_with, patience=patience)
             retention = Retention(retain, keep_every, grace) if retain is not None else None

@@ -74,7 +74,7 @@ class ViewLine:
         head = before.of(self.name) if before is not None else None
         token = blake3(f"{version.start.token} {self.name}".encode()).hexdigest(8)
         start = VersionStart(version.start.sequence, token, version.start.bandwidth, head, None)
-        start = self._line.position.continue_from(start, codes.share, skip_rebuild=version.base is None)
+        start = self._line.position.continue_from(start, codes.share, skip_rebuild=version.asks_anchor)
         known = self._ranks.do("quantise", lambda: _follow(codes, version, start, fresh=fresh))
         request = Request(None, version.manifest.version, anchored, False, None, None, None, None)
         given = Given(codes.share, self._files(version), None)
@@ -92,7 +92,8 @@ class ViewLine:
         if CONFIG not in version.assets:
             return version.assets
         shapes = {name: spec.shape for name, spec in version.plan.tensors.items()}
-        config = json.loads(version.assets[CONFIG]) | {"quantization_config": ViewFormat(self._view).config(shapes)}
+        form = ViewFormat(self._view).config(shapes, version.plan.tied)
+        config = json.loads(version.assets[CONFIG]) | {"quantization_config": form}
         return {**version.assets, CONFIG: json.dumps(config, indent=2).encode()}
 
     def settle(self) -> None:

@@ -45,8 +45,16 @@ class ViewFormat:
         """Codes in a byte."""
         return 2 if self.key.codes == "fp4" else 1
 
+    def quantised(self, shapes: Mapping[str, Shape], tied: Mapping[str, str]) -> set[str]:
+        """Which tensors are quantised: each by all of its names, or not at all.
+
+        shapes: of the tensors, by name. tied: further names of these or of others → the name that stands for them.
+        """
+        kept = {name for alias, name in tied.items() if name in shapes and not self.quantises(alias, shapes[name])}
+        return {name for name, shape in shapes.items() if name not in kept and self.quantises(name, shape)}
+
     def quantises(self, name: str, shape: Shape) -> bool:
-        """Whether a tensor is quantised."""
+        """Whether a tensor of this name alone is quantised."""
         parts = name.split(".")
         if any(fnmatchcase(part, pattern) for part in parts for pattern in self.view.ignore):
             return False
@@ -63,7 +71,8 @@ class ViewFormat:
                 "ignore= leaves tensors out"
             )
         if isinstance(self.view, Fp8) and self.key.kind == "block":
-            return BlockGrid(*self._sides, height)
+            rows, across = self._sides
+            return BlockGrid(min(rows, height), min(across, columns), height)
         return BlockGrid(height if self.key.kind == "tensor" else 1, group if group > 1 else columns, height)
 
     @property
@@ -131,9 +140,11 @@ class ViewFormat:
         fused = next((names for names in _FUSED if parts[-1] in names), parts[-1:])
         return ".".join([*parts[:-1], "+".join(fused)])
 
-    def config(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-        """The `quantization_config` of a checkpoint's config.json. shapes: of all tensors, by name."""
-        kept = [name for name, shape in shapes.items() if len(shape) > 1 and not self.quantises(name, shape)]
+    def config(self, shapes: Mapping[str, Shape], tied: Mapping[str, str]) -> dict[str, Any]:
+        """The `quantization_config` of a checkpoint's config.json. shapes, tied: as for `quantised`, of all tensors."""
+        stands = {name: name for name in shapes} | dict(tied)
+        quantised = self.quantised(shapes, tied)
+        kept = [name for name, own in stands.items() if own not in quantised and len(shapes[own]) > 1]
         modules = sorted(name.removesuffix(".weight") for name in kept if name.endswith(".weight"))
         if not self._named_scale or (self.key.rule == "vllm" and self.key.kind == "tensor"):
             return self._fp8_config(modules)

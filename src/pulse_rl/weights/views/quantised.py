@@ -6,6 +6,7 @@ codes anew, only where that is due, and all blocks under a global scale where th
 changes cost.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from math import prod
@@ -136,29 +137,40 @@ class Quantised(Mapping[str, Bits]):
         self.view, self._form = view, ViewFormat(view)
         self._parts: list[_Part] = []
         self._of: dict[str, range] = {}  # the parts of each tensor
-        self._shapes = {name: bits.shape for name, bits in source.items()}
+        self._shapes, self._tied = {name: bits.shape for name, bits in source.items()}, source.tied
         families: dict[tuple[str, int], range] = {}
         if self._form.has_global and not whole:
             raise ValueError(
                 "expected all weights in one process, as matrices of several tensors share a global scale, found a "
                 "part of them: take pulse.Fp4(format='mxfp4')"
             )
-        for name, bits in source.items():
-            if self._form.quantises(name, bits.shape):
-                try:
-                    self._add(name, bits, families)
-                except ValueError as error:
-                    raise ValueError(f"tensor {name!r}: {error}") from None
+        for name in sorted(self._form.quantised(self._shapes, source.tied)):
+            try:
+                self._add(name, source[name], families)
+            except ValueError as error:
+                raise ValueError(f"tensor {name!r}: {error}") from None
         if whole and not self._parts:
             raise ValueError(f"expected matrices to quantise, named ….weight, found none in {len(source)} tensors")
         self._scales = Scales(self._form, [share for part in self._parts for share in part.by_family])
         self._marks = np.zeros(len(self._scales.numbers), np.uint8)
         self._stacks = np.array([part.stack for part in self._parts], np.int64).reshape(-1, len(_STACK))
         self._ends = np.array([part.numbers.stop for part in self._parts], np.int64)
-        found = {name: bits for name, bits in source.items() if name not in self._of}
+        found = [(name, bits) for name, bits in source.items() if name not in self._of]
         for name in self._of:
-            found |= self._quantised(name, source[name])
-        self.layout = Layout(sorted(found.items()), source.tied)
+            found += self._quantised(name, source[name]).items()
+        tied = dict[str, str]()
+        for alias, name in source.tied.items():
+            if name in self._of:
+                tied |= zip(*(self._form.tensors(one, self._shapes[name]) for one in (alias, name)), strict=True)
+            elif name in self._shapes:
+                tied[alias] = name
+        names = Counter([*(name for name, _ in found), *tied])
+        if repeated := [name for name, times in names.items() if times > 1]:
+            raise ValueError(
+                f"expected other names than codes and scales get, found {repeated[0]!r}: ignore= leaves "
+                "the tensor out whose they are"
+            )
+        self.layout = Layout(sorted(found), tied)
 
     def _add(self, name: str, bits: Bits, families: dict[tuple[str, int], range]) -> None:
         """families: those of all tensors with a global scale so far, and of each matrix of a stack its own."""
@@ -330,7 +342,7 @@ class Quantised(Mapping[str, Bits]):
         Returns:
             The `quantization_config` of a config.json.
         """
-        return self._form.config(self._shapes)
+        return self._form.config(self._shapes, self._tied)
 
     def __getitem__(self, name: str) -> Bits:
         return self.layout[name]

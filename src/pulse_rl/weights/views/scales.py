@@ -38,12 +38,13 @@ class Scales:
         for family, some in shares:
             self._blocks[family].append(some)
         self._tables, self._largest = [form.table] * families, np.zeros(families, np.uint16)
-        self._globals = np.full(families, global_table().none)
+        self._globals = np.zeros(families, np.uint16)
         self.largest, self.bits = np.zeros(blocks, np.uint16), np.empty(blocks, UINTS[ITEMSIZES[form.table.dtype]])
         self.numbers = np.full(blocks, form.table.none)
         # As many as a table of E4M3 scales can have.
         self.factors = np.zeros((families, 256 if form.has_global else len(form.table.factors)), np.float32)
-        self.factors[0, : len(form.table.factors)] = form.table.factors
+        for family in range(families):
+            self._take(family, global_table().none)
         self.overall = np.empty(len(shares), UINTS[4])
 
     def by_family(self, blocks: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
@@ -100,7 +101,8 @@ class Scales:
         if self._form.view.scales == "plain":
             return due
         wide, high = (_float(bits) for bits in (table.widest[held], largest))
-        stays = (high <= wide) & (high >= np.float32(self._form.view.keep) * wide)
+        with np.errstate(invalid="ignore"):  # NaN
+            stays = (high <= wide) & (high >= np.float32(self._form.view.keep) * wide)
         return np.where(stays, held, due)
 
     def go_on(self, family: int, blocks: slice, scales: UIntArray, overall: UIntArray | None) -> None:

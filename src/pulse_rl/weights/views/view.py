@@ -22,6 +22,9 @@ class View:
     ignore: Sequence[str]
 
     def __post_init__(self) -> None:
+        if isinstance(self.ignore, str):
+            raise ValueError(f"ignore: expected patterns, as ('lm_head', '*embed*'), found {self.ignore!r}")
+        object.__setattr__(self, "ignore", tuple(self.ignore))  # so that equal ones are the same text
         if self.scales not in ("plain", "sticky"):
             raise ValueError(f"scales: expected 'plain' or 'sticky', found {self.scales!r}")
         if not 0 < self.keep < 1:
@@ -64,7 +67,9 @@ class Fp8(View):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sides = (self.block,) if isinstance(self.block, str) else tuple(self.block)
+        if not isinstance(self.block, str):
+            object.__setattr__(self, "block", tuple(self.block))
+        sides = (self.block,) if isinstance(self.block, str) else self.block
         sized = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
         if not sized and self.block not in ("channel", "tensor"):
             raise ValueError(f"block: expected rows and columns, 'channel' or 'tensor', found {self.block!r}")
@@ -81,7 +86,7 @@ class Fp8(View):
         if isinstance(self.block, str):
             kind: BlockKind = self.block
         else:
-            kind = "mx" if tuple(self.block) == MX_BLOCK else "block"
+            kind = "mx" if self.block == MX_BLOCK else "block"
         return RuleKey(self.rule, kind, self.ue8m0 or kind == "mx", "fp8")
 
 
