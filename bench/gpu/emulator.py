@@ -130,8 +130,9 @@ class Code:
         for text in (*map(_for_the_host, others), _support(f'"{entry.name}"', [str(a.type) for a in entry.arguments])):
             module.link_in(llvm.parse_assembly(text))
         module.verify()
-        machine = llvm.Target.from_default_triple().create_target_machine(opt=2)
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+        # Optimizing takes longer than what it would save: a test launches a kernel a few times.
+        machine = llvm.Target.from_default_triple().create_target_machine(opt=0)
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
         builder.getModulePassManager().run(module, builder)
         self._engine = llvm.create_mcjit_compiler(module, machine)  # which keeps the code
         self._engine.finalize_object()

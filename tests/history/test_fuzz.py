@@ -22,7 +22,7 @@ from tests.patch.tools import seal, span_of, take_apart, with_payload
 
 def test_mutations_end_in_our_own_errors_or_in_proved_weights() -> None:
     """Each case's outcome against what `fuzz_history` allows, in child processes with a limit on their memory."""
-    outcomes, findings, _ = fuzz_history.run(seed=1, cases=200, processes=2)
+    outcomes, findings, _ = fuzz_history.run(seed=1, cases=200, processes=1)
     assert findings == []
     assert sum(outcomes.values()) == 200
     # Unless mutations get as far as this, the other outcomes mean nothing.
@@ -44,7 +44,7 @@ def test_a_few_kilobytes_cannot_take_more_memory_than_the_limits_say() -> None:
         "subject = world.patches()[3]\n"
         "for kind in mutations.BOMBS:\n"
         "    bomb = mutations.bomb(Random(1), subject.patch, kind)\n"
-        "    with fuzz.bounded(3 * fuzz.SECONDS, fuzz.ALLOWED):\n"
+        "    with fuzz.bounded(10 * fuzz.SECONDS, fuzz.ALLOWED):\n"
         "        print(kind, fuzz.apply_patch(subject, bomb)[0], sep=': ')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

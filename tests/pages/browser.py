@@ -1,9 +1,14 @@
 """A real browser for tests: Chromium, without a window, driven by its DevTools protocol."""
 
 import asyncio
+import atexit
 import base64
 import json
 import shutil
+import subprocess
+import tempfile
+import time
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -15,33 +20,40 @@ OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debuggin
 PATIENCE_S = 60.0  # the suite's other processes may have the cores
 
 
+@cache
+def _devtools() -> str:
+    """The address of Chromium's DevTools, which is started once and ends with this process: a start takes seconds."""
+    assert CHROMIUM is not None
+    scratch = Path(tempfile.mkdtemp(prefix="pulse-rl-chromium-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    process = subprocess.Popen([CHROMIUM, *OPTIONS, f"--user-data-dir={scratch}"], stderr=subprocess.DEVNULL)
+    atexit.register(process.wait)
+    atexit.register(process.kill)
+    port_file, deadline = scratch / "DevToolsActivePort", time.monotonic() + PATIENCE_S
+    while not (port_file.exists() and port_file.read_text()):
+        assert time.monotonic() < deadline, "Chromium did not start"
+        time.sleep(0.05)
+    return f"http://127.0.0.1:{port_file.read_text().split()[0]}/json"
+
+
 class Browser:
-    """One tab. scratch: an empty directory. A context manager.
+    """One tab. A context manager.
 
     Attributes:
         errors: What the page's scripts have raised, and what its policy has refused.
     """
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self) -> None:
         self.errors: list[str] = []
-        self._scratch = scratch
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def __aenter__(self) -> Self:
-        assert CHROMIUM is not None
-        self._process = await asyncio.create_subprocess_exec(
-            CHROMIUM, *OPTIONS, f"--user-data-dir={self._scratch}", stderr=asyncio.subprocess.DEVNULL
-        )
-        port_file = self._scratch / "DevToolsActivePort"
-        async with asyncio.timeout(PATIENCE_S):
-            while not (port_file.exists() and port_file.read_text()):
-                await asyncio.sleep(0.05)
         self._session = aiohttp.ClientSession()
-        address = f"http://127.0.0.1:{port_file.read_text().split()[0]}/json/new?about:blank"
-        async with self._session.put(address) as answer:
-            target = (await answer.json())["webSocketDebuggerUrl"]
-        self._socket = await self._session.ws_connect(target, max_msg_size=0)
+        async with self._session.put(f"{_devtools()}/new?about:blank") as answer:
+            tab = await answer.json()
+        self._id = tab["id"]
+        self._socket = await self._session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0)
         self._hearing = asyncio.create_task(self._hear())
         for domain in ("Page", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
@@ -50,9 +62,9 @@ class Browser:
     async def __aexit__(self, *_: object) -> None:
         self._hearing.cancel()
         await self._socket.close()
+        async with self._session.get(f"{_devtools()}/close/{self._id}"):
+            pass
         await self._session.close()
-        self._process.kill()
-        await self._process.wait()
 
     async def _hear(self) -> None:
         async for message in self._socket:

@@ -30,7 +30,7 @@ def test_the_script_calculates_as_the_planner(tmp_path: Path) -> None:
     page.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body>{place}<script>{SCRIPT.read_text()}</script></body>')
 
     async def work() -> None:
-        async with Browser(tmp_path / "profile") as browser:
+        async with Browser() as browser:
             await browser.open(page.as_uri())
             for params, density, link in (
                 (134_515_008, 0.0021, 1e7),

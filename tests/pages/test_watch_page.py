@@ -27,9 +27,9 @@ NO_SCROLL = "document.documentElement.scrollWidth <= innerWidth"
 
 
 @asynccontextmanager
-async def opened(scratch: Path, *sources: Watched, **look: Any) -> AsyncIterator[Browser]:
+async def opened(*sources: Watched, **look: Any) -> AsyncIterator[Browser]:
     """A browser that shows sources, as they are served."""
-    async with serving(sources, "127.0.0.1", 0) as address, Browser(scratch / "profile") as browser:
+    async with serving(sources, "127.0.0.1", 0) as address, Browser() as browser:
         await browser.look(**({"width": 1280} | look))
         await browser.open(address)
         await browser.wait("document.getElementById('state').textContent === 'live'")
@@ -52,7 +52,7 @@ def test_versions_come_as_they_are_committed(tmp_path: Path) -> None:
     publisher.publish(weights, version=40)
 
     async def work() -> None:
-        async with opened(tmp_path, RunSource(run.directory), StoreSource(str(tmp_path / "store"))) as browser:
+        async with opened(RunSource(run.directory), StoreSource(str(tmp_path / "store"))) as browser:
             await browser.wait(f"{DRAWN} === 8")  # a store of one version has nothing to draw
             for _ in range(2):
                 run.publish()
@@ -76,7 +76,7 @@ def test_what_the_reader_does_stays_while_the_page_changes(tmp_path: Path) -> No
     run.publish(30)
 
     async def work() -> None:
-        async with opened(tmp_path, RunSource(run.directory), width=390, height=800) as browser:
+        async with opened(RunSource(run.directory), width=390, height=800) as browser:
             await browser.wait(f"{DRAWN} === 8")
             focused = "document.activeElement"
             await browser.press("Tab", 9)
@@ -117,7 +117,7 @@ def test_it_fits_the_window_in_the_scheme_of_the_reader(tmp_path: Path, width: i
     run.publish(40)
 
     async def work() -> None:
-        async with opened(tmp_path, RunSource(run.directory), width=width, dark=dark) as browser:
+        async with opened(RunSource(run.directory), width=width, dark=dark) as browser:
             await browser.wait(f"{DRAWN} === 8")
             assert await browser.run(NO_SCROLL)  # tables scroll by themselves
             inner = "document.querySelector('figure').clientWidth"
@@ -138,7 +138,7 @@ def test_ten_thousand_versions_of_a_hundred_workers(tmp_path: Path) -> None:
     run.publish(10_000)
 
     async def work() -> None:
-        async with opened(tmp_path, RunSource(run.directory)) as browser:
+        async with opened(RunSource(run.directory)) as browser:
             await browser.wait(f"{DRAWN} === 8")
             assert await browser.run("document.querySelectorAll('*').length") < 30_000
             began = time.monotonic()
@@ -161,17 +161,17 @@ def test_hostile_names_are_text_on_the_live_page_too(tmp_path: Path) -> None:
         run.publish(3, codec=worker)
         return run, RunSource(run.directory)
 
-    async def counted(run: MadeRun, source: RunSource, scratch: Path) -> tuple[int, str, str]:
-        async with opened(scratch, source) as browser:
+    async def counted(run: MadeRun, source: RunSource) -> tuple[int, str, str]:
+        async with opened(source) as browser:
             await browser.wait(f"{DRAWN} === 8")
             run.publish()
             await reaches(browser, f"{run.version}/100")
             inside = "[...document.querySelectorAll('main *:not(svg *)')].length"
             return await browser.run(inside), await browser.run("document.title"), await browser.run(TEXT)
 
-    plain = asyncio.run(counted(*elements(tmp_path / "plain", "worker-{}"), tmp_path / "a"))
+    plain = asyncio.run(counted(*elements(tmp_path / "plain", "worker-{}")))
     hostile_name = f"{name.replace('{{model}}', 'model')}-{{}}"
-    hostile = asyncio.run(counted(*elements(tmp_path / name.replace("/", "∕"), hostile_name), tmp_path / "b"))
+    hostile = asyncio.run(counted(*elements(tmp_path / name.replace("/", "∕"), hostile_name)))
     assert hostile[0] == plain[0]
     assert hostile[1] != "broken"
     assert "<script>" in hostile[2]

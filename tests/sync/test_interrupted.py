@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pulse_rl as pulse
+from pulse_rl import parallel
 from pulse_rl.errors import StoreError
 from pulse_rl.history.history import commit
 from pulse_rl.history.operate.verify import verify
@@ -93,6 +94,7 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: py
 
 @pytest.mark.parametrize(("background", "fails"), [(False, False), (True, True)])
 def test_interrupted_at_every_line(background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "threads", lambda: 1)  # for a hundred elements; what threads would do is traced too
     line = 1
     while _interrupted_at(line, background=background, fails=fails, monkeypatch=monkeypatch) is not None:
         line += 1

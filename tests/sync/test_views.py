@@ -83,7 +83,7 @@ CALLS = st.tuples(
 )
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(CALLS, min_size=3, max_size=9), st.integers(0, 2**32))
 def test_every_version_has_its_views_or_does_not_exist(calls: list[tuple[str, bool, int | None]], seed: int) -> None:
     """Publishes that fail at any put, are made by new publishers, dense ones: followers and new readers agree.
