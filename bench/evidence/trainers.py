@@ -21,7 +21,8 @@ from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.tasks import Problem, ProblemStream
 
 KEPT = Path(__file__).with_name("trainers.tsv")
-COLUMNS = ("method", "lr", "seed", "step", "reward", "sent_nbytes", "dense_nbytes", "greedy", "sampled")
+RUN = ("method", "lr", "trainers", "overlap", "seed")
+COLUMNS = (*RUN, "step", "reward", "sent_nbytes", "dense_nbytes", "greedy", "sampled")
 METHODS = {"pulse": "**PULSELoCo**", "published": "PULSELoCo as published", "diloco": "DiLoCo", "ddp": "DDP"}
 PROBLEMS, FIRST, BATCH = 1024, 500_000, 32
 SAMPLES, SAMPLED = 4, 256  # answers that are sampled, of so many problems
@@ -75,7 +76,7 @@ def measure(run: Path) -> None:
     subscriber.sync(loaded.model.bfloat16(), version=records[-1]["version"])
     loaded.model.float()
     scores[records[-1]["step"]] = score(loaded, stream, problems, recipe)
-    who = (trained.trainer_sync, f"{trained.lr:g}", recipe.seed)
+    who = (trained.trainer_sync, f"{trained.lr:g}", trained.trainers, trained.overlap, recipe.seed)
     print(*who, 0, "", "", "", *(f"{of:.4f}" for of in scores[0]), sep="\t")
     for record in records:
         sync, ends = record["trainer_sync"], scores.get(record["step"], ())
@@ -86,28 +87,30 @@ def measure(run: Path) -> None:
 
 def trainers() -> str:
     """The table: each method's mean over its seeds, and the standard deviation between them."""
-    runs = defaultdict[tuple[str, str], dict[str, list[dict[str, str]]]](lambda: defaultdict(list))
+    runs = defaultdict[tuple[str, ...], dict[str, list[dict[str, str]]]](lambda: defaultdict(list))
     for row in csv.DictReader(KEPT.read_text().splitlines(), delimiter="\t"):
-        runs[row["lr"], row["method"]][row["seed"]].append(row)
-    gains = {key: [_gain(rows) for rows in seeds.values()] for key, seeds in runs.items()}
+        runs[tuple(row[column] for column in RUN[:-1])][row["seed"]].append(row)
+    gains = {kind: [_gain(rows) for rows in seeds.values()] for kind, seeds in runs.items()}
     lines = []
-    for (lr, method), seeds in runs.items():
+    for kind, seeds in runs.items():
+        method, lr, trainers, overlap = kind
         rows = [row for each in seeds.values() for row in each[1:]]
         sent, dense = (mean(rows, column) for column in ("sent_nbytes", "dense_nbytes"))
         first, last = ([each[end] for each in seeds.values()] for end in (0, -1))
-        diloco = gains.get((lr, "diloco"))
+        diloco = gains.get(("diloco", lr, trainers, "0"))
         lines.append(
             [
-                f"{METHODS[method]}, {lr.replace('e-0', 'e-')}",
+                f"{METHODS[method]}, {lr.replace('e-0', 'e-')}" + f", overlap {overlap}" * (overlap != "0"),
+                trainers,
                 f"{len(seeds)} × {rows[-1]['step']}",
-                spread(gains[lr, method]),
-                f"{statistics.fmean(gains[lr, method]) / statistics.fmean(diloco):.2f}" if diloco else "–",
+                spread(gains[kind]),
+                f"{statistics.fmean(gains[kind]) / statistics.fmean(diloco):.2f}" if diloco else "–",
                 *(f"{mean(first, of):.3f} → {mean(last, of):.3f}" for of in ("greedy", "sampled")),
                 f"{sent / 1e6:,.1f} MB",
                 f"{dense / sent:,.0f} ×",
             ]
         )
-    head = ("method, lr", "seeds × steps", "gained", "of DiLoCo's", "unseen, likeliest", "unseen, sampled")
+    head = ("method, lr", "trainers", "seeds × steps", "gained", "of DiLoCo's", "unseen, likeliest", "unseen, sampled")
     return table((*head, "a trainer and round", "less than DiLoCo"), lines)
 
 

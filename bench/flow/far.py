@@ -1,11 +1,12 @@
-"""A trainer and its only pool, apart by a narrow link: steps an hour with patches and with full weights.
+"""A trainer and its only pool, apart by a link: steps an hour with patches and with full weights.
 
     python -m bench.flow.far --rate 10 --seconds 240 --out /tmp/far      # Linux, as root
+    python -m bench.flow.far --rate 4000 --delay 300 --model smollm2 --seconds 240 --out /tmp/far
 
 The driver, the trainer, the Dataflow and an S3 service are in one network namespace; a node of the same Ray cluster,
-with the pool, is in another one behind the link. The recipe is `math` with one worker, a random Llama of 20 M
-parameters (41 MB in BF16) whose tokens are characters, and a reward in which the answers of a group differ. Steps are
-counted for so many seconds after the first one.
+with the pool, is in another one behind the link. The recipe is `math` with one worker, and by default a random Llama of
+20 M parameters (41 MB in BF16) whose tokens are characters, and a reward in which the answers of a group differ. Steps
+are counted for so many seconds after the first one.
 """
 
 import argparse
@@ -16,9 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.link.network import Network
 from bench.link.processes import Process
@@ -39,29 +41,42 @@ while sum(node["Alive"] for node in ray.nodes()) < 2:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", type=float, default=10.0, help="Mbit/s")
+    parser.add_argument("--delay", type=float, default=0.0, help="ms, there and back")
+    parser.add_argument("--model", default="random", help="as a recipe names it")
     parser.add_argument("--seconds", type=float, default=240.0, help="of each run, once it has begun")
     parser.add_argument("--staleness", type=int, default=4, help="that is allowed: of two-regions")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
-    model = options.out / "model"
-    nbytes = 2 * _model(model)
+    settings: dict[str, object] = {"model": options.model}
+    if options.model == "random":
+        settings = {"model": options.out / "model", "workflow.reward": "far_reward:vowels", "workflow.group_size": 4}
+        _model(options.out / "model")
+    elif options.model == "smollm2":
+        settings["dither"] = 0
     for sync in ("patch", "full"):
-        found = one(options.out / sync, model, sync, options)
-        print(json.dumps({"sync": sync, "mbit": options.rate, "model_nbytes": nbytes} | found), flush=True)
+        found = one(options.out / sync, settings | {"sync": sync}, options)
+        link = {"mbit": options.rate, "delay_ms": options.delay}
+        print(json.dumps({"sync": sync} | link | found), flush=True)
 
 
-def one(out: Path, model: Path, sync: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A run of so many seconds: its steps, and what crossed the link."""
-    with Network(1) as network, ExitStack() as stack:
+@contextmanager
+def cluster(rate: float, *, delay_ms: float = 0.0, store: bool = False) -> Iterator["Cluster"]:
+    """A Ray cluster of two nodes with a link of so many Mbit/s between them: the hub, and one that offers `far`.
+
+    delay_ms: there and back. store: with an S3 service at the hub.
+    """
+    with Network(1, delay_s=delay_ms / 2000) as network, ExitStack() as stack:
         hub = network.hub(1)
         environment = _environment(hub)
         address, far = f"{hub}:{RAY}", f"{hub.rpartition('.')[0]}.2"
-        serve = [sys.executable, "-m", "bench.trainers.rank", "store", "{}"]
-        store = Process("store", network, HUB, serve, {})
-        stack.callback(store.end)
-        store.answer()
+        if store:
+            serve = [sys.executable, "-m", "bench.trainers.rank", "store", "{}"]
+            process = Process("store", network, HUB, serve, {})
+            stack.callback(process.end)
+            process.answer()
         head = ["--head", f"--port={RAY}", "--include-dashboard=false", f"--temp-dir=/tmp/far-{os.getpid()}"]
+        head += ['--resources={"hub": 1}']
         join = [f"--address={address}", '--resources={"far": 1}']
         for place, here, how in ((HUB, hub, head), (FAR, far, join)):
             ray = [_beside("ray"), "start", *how, f"--node-ip-address={here}", "--num-cpus=1", "--block"]
@@ -72,34 +87,61 @@ def one(out: Path, model: Path, sync: str, options: argparse.Namespace) -> dict[
         both = network.inside(HUB, [sys.executable, "-c", BOTH, address])
         subprocess.run(both, env=environment, check=True, timeout=600)
         # The nodes have found each other at full speed.
-        network.shape(options.rate)
-        settings = {
-            "model": model,
-            "sync": sync,
+        network.shape(rate)
+        yield Cluster(network, address, environment)
+
+
+class Cluster(NamedTuple):
+    """network: 0 is the hub. address: of the cluster. environment: of its programs."""
+
+    network: Network
+    address: str
+    environment: dict[str, str]
+
+    @contextmanager
+    def train(self, settings: dict[str, object]) -> Iterator["subprocess.Popen[str]"]:
+        """`pulse-rl train --json` at the hub. Killed at the end."""
+        settings = settings | {"address": f'"{self.address}"'}
+        sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        command = self.network.inside(HUB, [_beside("pulse-rl"), "train", "--json", *sets])
+        run = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+        try:
+            yield run
+        finally:
+            run.kill()
+
+    def sent_nbytes(self) -> int:
+        """What the hub has sent over the link."""
+        read = self.network.inside(HUB, ["cat", "/proc/net/dev"])
+        lines = subprocess.run(read, capture_output=True, text=True, check=True).stdout.splitlines()
+        line = next(line for line in lines if line.strip().startswith("w1:"))
+        return int(line.partition(":")[2].split()[8])
+
+
+def one(out: Path, given: dict[str, object], options: argparse.Namespace) -> dict[str, Any]:
+    """A run of so many seconds: its steps, and what crossed the link."""
+    with ExitStack() as stack:
+        far = stack.enter_context(cluster(options.rate, delay_ms=options.delay, store=True))
+        settings = given | {
             "max_staleness": options.staleness,
             "lr": "3e-6",
             "policies.solver.tasks_per_step": 4,
-            "workflow.group_size": 4,
-            "workflow.reward": "far_reward:vowels",
             "pools.worker.workers": 1,
             "pools.worker.region": "far",
             "steps": 100_000,
-            "address": f'"{address}"',
-            "store": f"s3://{BUCKET}/{sync}",
+            "store": f"s3://{BUCKET}/{out.name}",
             "out": out,
             "path": HERE,
         }
-        sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        command = [_beside("pulse-rl"), "train", "--json", *sets]
-        run = subprocess.Popen(network.inside(HUB, command), env=environment, stdout=subprocess.PIPE, text=True)
-        stack.callback(run.kill)
-        _wait(lambda: bool(_steps(out)), run)
-        first, begun, before = _steps(out), time.monotonic(), _sent(network)
+        run = stack.enter_context(far.train(settings))
+        _wait(lambda: bool(metrics.read(out)), run)
+        first, begun, before = metrics.read(out), time.monotonic(), far.sent_nbytes()
         time.sleep(options.seconds)
-        after, last, seconds = _sent(network), _steps(out), time.monotonic() - begun
+        after, last, seconds = far.sent_nbytes(), metrics.read(out), time.monotonic() - begun
         run.send_signal(signal.SIGINT)
         summary = json.loads(run.communicate()[0])
     policy = summary["policies"]["solver"]
+    (worker,) = policy["workers"]
     return {
         "steps": len(last) - len(first),
         "seconds": round(seconds, 1),
@@ -107,9 +149,12 @@ def one(out: Path, model: Path, sync: str, options: argparse.Namespace) -> dict[
         "link_nbytes": after - before,
         "version_nbytes": round(sum(policy["patch_nbytes"]) / len(policy["patch_nbytes"])),
         "density": sum(policy["density"]) / len(policy["density"]),
-        "syncs": policy["workers"][0]["syncs"],
+        "model_nbytes": policy["full_nbytes"],
+        "staleness": sum(policy["staleness"]) / len(policy["staleness"]),
+        "syncs": worker["syncs"],
+        "sync_s": worker["sync_s"] / worker["syncs"],
         "dropped": policy["dropped"],
-        "verified": policy["workers"][0]["verified"],
+        "verified": worker["verified"],
         "wait_s": round(policy["wait_s"], 1),
         "train_s": round(policy["train_s"], 1),
         "publish_s": round(policy["publish_s"], 1),
@@ -150,19 +195,6 @@ def _environment(hub: str) -> dict[str, str]:
 
 def _beside(program: str) -> str:
     return str(Path(sys.executable).parent / program)
-
-
-def _steps(out: Path) -> list[dict[str, Any]]:
-    return metrics.read(Path(out))
-
-
-def _sent(network: Network) -> int:
-    """Bytes that the hub has sent over the link."""
-    done = subprocess.run(
-        network.inside(HUB, ["cat", "/proc/net/dev"]), capture_output=True, text=True, check=True
-    ).stdout
-    line = next(line for line in done.splitlines() if line.strip().startswith("w1:"))
-    return int(line.partition(":")[2].split()[8])
 
 
 def _answers(network: Network, hub: str) -> bool:

@@ -66,6 +66,25 @@ def test_a_narrow_link(may_make_networks: None) -> None:
 
 
 @pytest.mark.slow
+def test_a_link_that_delays(may_make_networks: None) -> None:
+    """A connection takes a packet there and one back; the processes that carry them are gone afterwards."""
+    before, delay_s = namespaces(), 0.2
+    there = "import socket; server = socket.create_server(('', 9)); print(flush=True); server.accept()"
+    clock = "import socket, time; start = time.time()"
+    back = f"{clock}; socket.create_connection(('10.0.1.1', 9)); print(time.time() - start)"
+    with Network(1, delay_s=delay_s) as network:
+        network.shape(1000)
+        serve = network.inside(0, [sys.executable, "-c", there])
+        with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            server.stdout.readline()  # it listens
+            done = subprocess.run(network.inside(1, [sys.executable, "-c", back]), capture_output=True, text=True)
+            server.kill()
+    assert 2 * delay_s < float(done.stdout) < 30
+    assert namespaces() == before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_benchmark_that_is_ended_leaves_no_network(
     how: signal.Signals, may_make_networks: None, tmp_path: Path
