@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import pulse_rl as pulse
 from pulse_rl.store.base import Store
 from pulse_rl.store.opening import open_store
 
@@ -122,6 +123,25 @@ class Trainee:
             if weight.is_floating_point():
                 weight += torch.from_numpy(self._random.normal(0, 1e-5, tuple(weight.shape)).astype(np.float32))
         return self.weights
+
+    def published(self, store: Any, versions: int = 1, **options: Any) -> pulse.Publisher:
+        """The publisher of a history whose versions count from 0."""
+        publisher = pulse.Publisher(store, cast="bfloat16", **options)
+        for version in range(versions):
+            publisher.publish(self.step(), version=version)
+        return publisher
+
+    def followed(self, store: Any) -> tuple[int, str]:
+        """The version that a new subscriber reaches, and the digest recounted over its bits."""
+        live = self.empty()
+        return pulse.Subscriber(store).sync(live).version, pulse.digest(live)
+
+    def cast(self) -> dict[str, torch.Tensor]:
+        """Copies of what should arrive of the weights, published with cast="bfloat16": PyTorch's own cast."""
+        return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in self.weights.items()}
+
+    def digest(self) -> str:
+        return pulse.digest(self.cast())
 
     def empty(self) -> dict[str, torch.Tensor]:
         """Weights of the published dtypes, all zero."""

@@ -55,8 +55,7 @@ def test_a_signed_history_is_followed(store: Store, trainee: Trainee, tmp_path: 
 
 @pytest.mark.parametrize("signed_by", [None, OTHER])
 def test_another_history_is_refused(store: Store, trainee: Trainee, signed_by: Ed25519PrivateKey | None) -> None:
-    publisher = pulse.Publisher(store, cast="bfloat16", sign_with=signed_by)
-    publisher.publish(trainee.step(), version=0)
+    trainee.published(store, sign_with=signed_by)
     live = trainee.empty()
     message = "found no signature" if signed_by is None else "not by the key"
     with pytest.raises(pulse.IntegrityError, match=message) as raised:
@@ -116,9 +115,7 @@ def test_what_somebody_with_the_bucket_can_forge(trainee: Trainee) -> None:
 def test_objects_are_bound_by_the_signed_manifest(tmp_path: Path, trainee: Trainee) -> None:
     """A patch that is sound in itself, of a model with the same tensors, in place of the one that was signed."""
     for name in ("ours", "theirs"):
-        publisher = pulse.Publisher(tmp_path / name, cast="bfloat16", sign_with=KEY)
-        for version in range(2):
-            publisher.publish(trainee.step(), version=version)
+        trainee.published(tmp_path / name, 2, sign_with=KEY)
     ours, theirs = (next((tmp_path / name / "patches").iterdir()) for name in ("ours", "theirs"))
     ours.write_bytes(theirs.read_bytes())
     live = trainee.empty()
@@ -143,9 +140,7 @@ def test_a_history_that_has_gone_back_is_refused(
     tmp_path: Path, trainee: Trainee, key: Ed25519PrivateKey | None
 ) -> None:
     """Whoever has the bucket cannot sign, but could delete the newest manifests; a cache could be stale."""
-    publisher = pulse.Publisher(tmp_path, cast="bfloat16", sign_with=key)
-    for version in range(3):
-        publisher.publish(trainee.step(), version=version)
+    trainee.published(tmp_path, 3, sign_with=key)
     live, subscriber = trainee.empty(), pulse.Subscriber(tmp_path, public_key=PUBLIC if key else None)
     subscriber.sync(live)
     manifest = tmp_path / manifest_name(2)

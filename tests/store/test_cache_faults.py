@@ -202,8 +202,7 @@ def test_a_reader_that_stops_half_way_leaves_nothing(world: World) -> None:
 
 def test_a_transfer_that_was_damaged_reaches_the_store_again(world: World, trainee: Trainee) -> None:
     """The first process caches wrong bytes: it asks again, the store and not the cache, and so do the others."""
-    publisher = pulse.Publisher(world.files, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(world.files)
     live, subscriber = trainee.empty(), pulse.Subscriber(world.open())
     world.proxy.faults = [Fault("corrupt", "GET", "/anchors/", times=1)]
     with pytest.raises(pulse.IntegrityError):  # nobody asks for an anchor twice in one sync
@@ -222,9 +221,7 @@ def test_a_transfer_that_was_damaged_reaches_the_store_again(world: World, train
 
 def test_an_object_that_is_damaged_in_the_store_is_asked_for_each_time(world: World, trainee: Trainee) -> None:
     """Nobody is content with the cache's copy of it, and when it is mended, everybody gets it."""
-    publisher = pulse.Publisher(world.files, cast="bfloat16")
-    for version in range(2):
-        publisher.publish(trainee.step(), version=version)
+    publisher = trainee.published(world.files, 2)
     subscriber, live = pulse.Subscriber(world.open()), trainee.empty()
     assert subscriber.sync(live, version=0).version == 0
     head = publisher.history.head()
@@ -243,8 +240,7 @@ def test_an_object_that_is_damaged_in_the_store_is_asked_for_each_time(world: Wo
 
 
 def test_verify_looks_at_the_store_itself(world: World, trainee: Trainee) -> None:
-    publisher = pulse.Publisher(world.files, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    trainee.published(world.files)
     store = pulse.open_store(world.files, cache=world.cache)
     pulse.Subscriber(store).sync(trainee.empty())
     assert verify(store).ok

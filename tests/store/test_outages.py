@@ -79,8 +79,7 @@ def test_an_outage_that_patience_covers(gone: Gone, trainee: Trainee) -> None:
 @pytest.mark.parametrize("seconds", [0, 0.5])
 def test_patience_is_bounded(gone: Gone, trainee: Trainee, seconds: float) -> None:
     """However many objects an operation needs, an outage costs it the patience once."""
-    publisher = pulse.Publisher(gone, cast="bfloat16", patience=seconds)
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(gone, patience=seconds)
     live, subscriber = trainee.empty(), pulse.Subscriber(gone, patience=seconds)
     for act in (lambda: publisher.publish(trainee.step(), version=1), lambda: subscriber.sync(live)):
         gone.gone_for(1000)

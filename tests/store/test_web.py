@@ -91,9 +91,7 @@ def test_a_subscriber_follows_over_http(served: tuple[Path, str], trainee: Train
 def test_a_history_that_goes_back_behind_a_server(served: tuple[Path, str], trainee: Trainee, what: str) -> None:
     """A subscriber that has seen it says so at its next sync, and at every later one; its weights stay."""
     directory, url = served
-    publisher = pulse.Publisher(directory, cast="bfloat16")
-    for version in range(6):
-        publisher.publish(trainee.step(), version=version)
+    trainee.published(directory, 6)
     live, subscriber = trainee.empty(), pulse.Subscriber(url)
     subscriber.sync(live)
     before = pulse.digest(live)
@@ -105,9 +103,7 @@ def test_a_history_that_goes_back_behind_a_server(served: tuple[Path, str], trai
         shutil.rmtree(directory)
         directory.mkdir()
     if what.startswith("begun anew"):
-        anew = pulse.Publisher(directory, cast="bfloat16")
-        for version in range(9 if "longer" in what else 6):
-            anew.publish(trainee.step(), version=version)
+        trainee.published(directory, 9 if "longer" in what else 6)
     for _ in range(2):
         with pytest.raises(pulse.IntegrityError, match="has gone back|belongs to another history|of another history"):
             subscriber.sync(live)
@@ -139,8 +135,7 @@ def test_a_copy_that_was_gone_on_with_takes_the_place_of_the_store(
 
 def test_an_anchor_that_is_kept_for_good_is_not_taken_for_the_newest(tmp_path: Path, trainee: Trainee) -> None:
     """A subscriber sleeps at an anchor while what follows it is published and pruned: there is a gap after it then."""
-    publisher = pulse.Publisher(tmp_path / "run", anchor_every=2, retain=1, keep_every=1, grace=0, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(tmp_path / "run", anchor_every=2, retain=1, keep_every=1, grace=0)
     live, subscriber = trainee.empty(), pulse.Subscriber(f"http://127.0.0.1:{servers.web(tmp_path)}/run")
     assert subscriber.sync(live).version == subscriber.sync(live).version == 0
     for version in range(1, 5):

@@ -14,18 +14,6 @@ from tests.conftest import Trainee
 HINT = "anchor=True"
 
 
-def published(trainee: Trainee) -> str:
-    """The digest of what a publisher with cast="bfloat16" sends."""
-    return pulse.digest({n: w.bfloat16() if w.is_floating_point() else w for n, w in trainee.weights.items()})
-
-
-def history(path: Path, trainee: Trainee, versions: int) -> pulse.Publisher:
-    publisher = pulse.Publisher(path, cast="bfloat16")
-    for version in range(versions):
-        publisher.publish(trainee.step(), version=version)
-    return publisher
-
-
 def lose_patch(path: Path, sequence: int) -> None:
     for patch in (path / "patches").glob(f"{sequence:012d}-*"):
         patch.unlink()
@@ -52,7 +40,7 @@ def test_a_history_that_cannot_be_rebuilt_goes_on(
     tmp_path: Path, trainee: Trainee, damage: Callable[[Path, int], None], sequence: int
 ) -> None:
     """Before: publisher and late subscriber fail with the hint. After: everybody follows, bit for bit."""
-    publisher = history(tmp_path, trainee, 2)
+    publisher = trainee.published(tmp_path, 2)
     early, follower = pulse.Subscriber(tmp_path), trainee.empty()
     early.sync(follower)
     for version in range(2, 5):
@@ -70,7 +58,7 @@ def test_a_history_that_cannot_be_rebuilt_goes_on(
     assert report.anchor_nbytes == report.sent_nbytes > report.full_nbytes
     manifest = second.history.read(5)
     assert (manifest.sequence, manifest.anchor_sequence, manifest.patch) == (5, 5, None)
-    assert report.digest == published(trainee)
+    assert report.digest == trainee.digest()
     late = trainee.empty()
     for subscriber, live in ((early, follower), (pulse.Subscriber(tmp_path), late)):
         synced = subscriber.sync(live)
@@ -82,7 +70,7 @@ def test_a_history_that_cannot_be_rebuilt_goes_on(
         assert subscriber.verify(live) == report.digest
     assert second.publish(trainee.step(), version=6).base == 5
     assert early.sync(follower).route == "patches"
-    assert early.verify(follower) == published(trainee)
+    assert early.verify(follower) == trainee.digest()
     # It can be resumed again.
     assert pulse.Publisher(tmp_path, cast="bfloat16").resume() == 6
 
@@ -92,7 +80,7 @@ def test_a_manifest_in_the_middle_is_not_needed(
     tmp_path: Path, trainee: Trainee, damage: Callable[[Path, int], None]
 ) -> None:
     """The trail lists the patches around it: subscribers and a new publisher go on without it."""
-    publisher = history(tmp_path, trainee, 2)
+    publisher = trainee.published(tmp_path, 2)
     early, follower = pulse.Subscriber(tmp_path), trainee.empty()
     early.sync(follower)
     for version in range(2, 5):
@@ -102,10 +90,10 @@ def test_a_manifest_in_the_middle_is_not_needed(
     for subscriber, live, route in ((early, follower, "patches"), (pulse.Subscriber(tmp_path), late, "anchor")):
         synced = subscriber.sync(live)
         assert (synced.version, synced.route, synced.recovered) == (4, route, None)
-        assert subscriber.verify(live) == published(trainee)
+        assert subscriber.verify(live) == trainee.digest()
     second = pulse.Publisher(tmp_path, cast="bfloat16")
     assert second.publish(trainee.step(), version=5).base == 4
-    assert early.sync(follower).digest == published(trainee)
+    assert early.sync(follower).digest == trainee.digest()
 
 
 def test_other_errors_have_no_hint(tmp_path: Path, trainee: Trainee) -> None:
@@ -113,7 +101,7 @@ def test_other_errors_have_no_hint(tmp_path: Path, trainee: Trainee) -> None:
     with pytest.raises(pulse.VersionNotFoundError) as failure:
         pulse.Subscriber(tmp_path).sync(trainee.empty())
     failures = [failure.value]
-    first = history(tmp_path, trainee, 2)
+    first = trainee.published(tmp_path, 2)
     with pytest.raises(pulse.VersionNotFoundError) as failure:
         pulse.Subscriber(tmp_path).sync(trainee.empty(), version=7)
     failures.append(failure.value)
@@ -139,7 +127,7 @@ def test_a_publisher_that_holds_its_baseline_sends_both(store: Store, trainee: T
     assert subscriber.sync(live).route == "patches"
     fresh = trainee.empty()
     assert pulse.Subscriber(store).sync(fresh).patches == 1
-    assert pulse.digest(fresh) == pulse.digest(live) == published(trainee)
+    assert pulse.digest(fresh) == pulse.digest(live) == trainee.digest()
 
 
 def test_an_anchor_only_version_is_still_the_next_one_of_the_same_model(store: Store, trainee: Trainee) -> None:

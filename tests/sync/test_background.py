@@ -15,20 +15,9 @@ from tests.conftest import Trainee
 from tests.store.through import Through, failing, nothing, waiting
 
 
-def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in weights.items()}
-
-
 @pytest.fixture
 def gate(store: Store) -> Through:
     return Through(store)
-
-
-def follow(gate: Through, trainee: Trainee) -> tuple[int, str]:
-    """The version that a new subscriber reaches, and the digest recounted over its bits."""
-    live = trainee.empty()
-    report = pulse.Subscriber(gate).sync(live)
-    return report.version, pulse.digest(live)
 
 
 @pytest.mark.parametrize("anchor", [False, True])
@@ -39,7 +28,7 @@ def test_the_weights_may_be_modified_at_once(gate: Through, trainee: Trainee, an
             go_on = threading.Event()
             gate.before = waiting(go_on)
             weights = trainee.step()
-            expected = pulse.digest(cast(weights))
+            expected = trainee.digest()
             started = publisher.publish(weights, version=version, anchor=anchor, background=True)
             assert started.pending
             assert started.digest == expected
@@ -52,7 +41,7 @@ def test_the_weights_may_be_modified_at_once(gate: Through, trainee: Trainee, an
             assert (report.version, report.digest) == (version, expected)
             assert report.sent_nbytes >= report.patch_nbytes + report.anchor_nbytes > 0
             assert (report.anchor_nbytes > 0) == (anchor or version == 0)
-            assert follow(gate, trainee) == (version, expected)
+            assert trainee.followed(gate) == (version, expected)
         assert publisher.flush() is None
 
 
@@ -96,8 +85,7 @@ def test_a_patch_is_the_same_in_the_background(codec: Any, monkeypatch: pytest.M
 
 
 def test_the_next_version_waits_for_the_one_before(gate: Through, trainee: Trainee) -> None:
-    publisher = pulse.Publisher(gate, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(gate)
     go_on = threading.Event()
     gate.before = waiting(go_on)
     publisher.publish(trainee.step(), version=1, background=True)
@@ -107,11 +95,11 @@ def test_the_next_version_waits_for_the_one_before(gate: Through, trainee: Train
     second.start()
     second.join(0.3)
     assert second.is_alive()
-    assert follow(gate, trainee)[0] == 0
+    assert trainee.followed(gate)[0] == 0
     go_on.set()
     second.join(30)
     assert [(report.version, report.base) for report in reports] == [(2, 1)]
-    assert follow(gate, trainee) == (2, pulse.digest(cast(trainee.weights)))
+    assert trainee.followed(gate) == (2, trainee.digest())
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -174,16 +162,14 @@ def test_a_first_version_that_fails_leaves_nothing(gate: Through, trainee: Train
     assert publisher.version is None
     publisher.publish(trainee.step(), version=0, background=True)
     publisher.close()
-    assert follow(gate, trainee) == (0, pulse.digest(cast(trainee.weights)))
+    assert trainee.followed(gate) == (0, trainee.digest())
 
 
 def test_what_fails_after_the_commit_is_a_warning(
     gate: Through, trainee: Trainee, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pruning fails here, as first.json cannot be written; the version is published all the same."""
-    publisher = pulse.Publisher(gate, cast="bfloat16", anchor_every=2, retain=1, grace=0)
-    for version in range(4):
-        publisher.publish(trainee.step(), version=version)
+    publisher = trainee.published(gate, 4, anchor_every=2, retain=1, grace=0)
     gate.before = failing("first.json")
     with caplog.at_level(logging.WARNING):
         report = publisher.publish(trainee.step(), version=4)
@@ -193,7 +179,7 @@ def test_what_fails_after_the_commit_is_a_warning(
     assert publisher.version == 4
     gate.before = nothing
     assert publisher.publish(trainee.step(), version=5).warning is None
-    assert follow(gate, trainee) == (5, pulse.digest(cast(trainee.weights)))
+    assert trainee.followed(gate) == (5, trainee.digest())
 
 
 def test_a_skip_patch_that_cannot_be_put_is_left_out(store: Store) -> None:

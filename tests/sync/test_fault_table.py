@@ -14,17 +14,6 @@ from pulse_rl.history.operate.verify import verify
 from tests.conftest import Trainee
 from tests.store.through import Through
 
-
-def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in weights.items()}
-
-
-def follow(store: Any, trainee: Trainee) -> tuple[int, str]:
-    """The version that a new subscriber reaches, and the digest recounted over its bits."""
-    live = trainee.empty()
-    return pulse.Subscriber(store).sync(live).version, pulse.digest(live)
-
-
 # How a put fails: before it takes effect; after it, so that its answer is lost; and then nothing is answered any more.
 HOW = ("refused", "unanswered", "silent")
 
@@ -57,9 +46,10 @@ def test_a_publish_whose_put_fails_counts_or_leaves_nothing(
 ) -> None:
     """verb: the call that raises: the publish itself, or the first call after one in the background."""
     store = Through(pulse.open_store("memory://"))
-    publisher = pulse.Publisher(store, cast="bfloat16", patience=0)
-    publisher.publish(trainee.step(), version=0)
-    old, new = pulse.digest(cast(trainee.weights)), pulse.digest(cast(trainee.step()))
+    publisher = trainee.published(store, patience=0)
+    old = trainee.digest()
+    trainee.step()
+    new = trainee.digest()
     break_puts(store, what, how)
 
     def publish() -> None:
@@ -84,7 +74,7 @@ def test_a_publish_whose_put_fails_counts_or_leaves_nothing(
         assert publisher.version == 0
     mend(store)
     if not committed:  # the number is free again, and the patch starts from what subscribers have
-        assert follow(store, trainee) == (0, old)
+        assert trainee.followed(store) == (0, old)
         trainee.step()
         report = publisher.publish(trainee.weights, version=1)
         assert (report.base, report.warning) == (0, None)
@@ -94,9 +84,9 @@ def test_a_publish_whose_put_fails_counts_or_leaves_nothing(
     with pytest.raises(ValueError, match="more than 1"):
         publisher.publish(trainee.weights, version=1)
     assert publisher.version == 1
-    assert follow(store, trainee) == (1, new)
+    assert trainee.followed(store) == (1, new)
     assert publisher.publish(trainee.step(), version=2).base == 1
-    assert follow(store, trainee) == (2, pulse.digest(cast(trainee.weights)))
+    assert trainee.followed(store) == (2, trainee.digest())
     assert verify(store).ok
 
 
@@ -135,8 +125,7 @@ def test_a_damaged_object_is_avoided_or_leaves_the_version_before(
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     path = tmp_path / "store"
-    publisher = pulse.Publisher(path, anchor_every=3 if "behind" in what else 50, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(path, anchor_every=3 if "behind" in what else 50)
     subscriber, live = pulse.Subscriber(path), trainee.empty()
     if what == "anchor":
         name = publisher.history.read(0).anchor[0].name
@@ -163,5 +152,5 @@ def test_a_damaged_object_is_avoided_or_leaves_the_version_before(
         assert (subscriber.version, pulse.digest(live)) == (held, before)
         (path / name).write_bytes(whole)
         bring(subscriber, live)
-    assert pulse.digest(live) == pulse.digest(cast(trainee.weights)) == subscriber.digest
+    assert pulse.digest(live) == trainee.digest() == subscriber.digest
     assert list((tmp_path / "scratch").iterdir()) == []

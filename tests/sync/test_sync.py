@@ -21,11 +21,6 @@ from tests.conftest import Trainee
 from tests.store.through import Through
 
 
-def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What should arrive: PyTorch's own cast of whole tensors."""
-    return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in weights.items()}
-
-
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(
         a[n].dtype == b[n].dtype and a[n].numpy(force=True).tobytes() == b[n].numpy(force=True).tobytes()
@@ -43,7 +38,7 @@ def test_every_version_arrives_bit_for_bit(store: Store, trainee: Trainee) -> No
     for version in range(8):
         published = publisher.publish(trainee.step(), version=version)
         synced = subscriber.sync(live)
-        assert same_bits(live, cast(trainee.weights))
+        assert same_bits(live, trainee.cast())
         assert (subscriber.version, subscriber.digest) == (version, published.digest)
         assert published.digest == pulse.digest(live) == subscriber.verify(live)
         assert synced.route == ("anchor" if version == 0 else "patches")
@@ -62,7 +57,7 @@ def test_anchors_stand_where_they_should_and_load_anywhere(tmp_path: Path, train
     anchors = [m.version for m in publisher.history.manifests() if m.anchor]
     assert anchors == [0, 30, 60]
     newest = publisher.history.manifests()[-1].anchor[0]
-    assert same_bits(load_file(tmp_path / newest.name), cast(trainee.weights))
+    assert same_bits(load_file(tmp_path / newest.name), trainee.cast())
 
 
 def test_a_late_subscriber_starts_from_the_nearest_anchor(store: Store, trainee: Trainee) -> None:
@@ -70,7 +65,7 @@ def test_a_late_subscriber_starts_from_the_nearest_anchor(store: Store, trainee:
     states = []
     for version in range(6):
         publisher.publish(trainee.step(), version=version)
-        states.append(cast(trainee.weights))
+        states.append(trainee.cast())
     live = trainee.empty()
     subscriber = pulse.Subscriber(store)
     report = subscriber.sync(live, version=4)
@@ -84,11 +79,11 @@ def test_a_late_subscriber_starts_from_the_nearest_anchor(store: Store, trainee:
 def test_weights_that_hold_a_version_already_are_recognised(store: Store, trainee: Trainee) -> None:
     publisher = pulse.Publisher(store, cast="bfloat16")
     publisher.publish(trainee.step(), version=1)
-    live = cast(trainee.weights)
+    live = trainee.cast()
     publisher.publish(trainee.step(), version=2)
     report = pulse.Subscriber(store).sync(live)
     assert (report.route, report.patches) == ("patches", 1)
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
 
 
 @pytest.mark.parametrize("first", ["module", "parameters"])
@@ -153,9 +148,7 @@ def test_module_with_tied_weights(store: Store) -> None:
 
 
 def test_restarted_publisher_goes_on(store: Store, trainee: Trainee) -> None:
-    first = pulse.Publisher(store, anchor_every=4, cast="bfloat16")
-    for version in range(6):
-        first.publish(trainee.step(), version=version)
+    trainee.published(store, 6, anchor_every=4)
     second = pulse.Publisher(store, anchor_every=4, cast="bfloat16")
     with pytest.raises(ValueError, match="version: expected more than 5.*found 5.*a new or emptied store"):
         second.publish(trainee.step(), version=5)
@@ -163,12 +156,11 @@ def test_restarted_publisher_goes_on(store: Store, trainee: Trainee) -> None:
     assert report.base == 5
     live = trainee.empty()
     pulse.Subscriber(store).sync(live)
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
 
 
 def test_second_publisher_gets_a_clear_error(store: Store, trainee: Trainee) -> None:
-    first = pulse.Publisher(store, cast="bfloat16")
-    first.publish(trainee.step(), version=0)
+    first = trainee.published(store)
     second = pulse.Publisher(store, cast="bfloat16")
     second.publish(trainee.step(), version=1)
     with pytest.raises(pulse.StoreError, match="another publisher") as raised:
@@ -196,9 +188,7 @@ def test_a_store_that_lost_the_history_under_its_publisher(
 ) -> None:
     """The message says what is gone from where, and blames nobody else; nothing is committed beside it."""
     run = tmp_path / "run"
-    publisher = pulse.Publisher(run, cast="bfloat16")
-    for version in range(3):
-        publisher.publish(trainee.step(), version=version)
+    publisher = trainee.published(run, 3)
     if how == "rolled back":
         (run / manifest_name(2)).unlink()
     elif how == "emptied":
@@ -221,8 +211,7 @@ def test_a_store_that_lost_the_history_under_its_publisher(
 
 def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other commits after this one has looked, before this one commits: put-if-absent decides."""
-    first = pulse.Publisher(store, cast="bfloat16")
-    first.publish(trainee.step(), version=0)
+    first = trainee.published(store)
     second = pulse.Publisher(store, cast="bfloat16")
     put = first._delivery._put_parts
 
@@ -238,9 +227,7 @@ def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monk
 
 
 def test_resume_says_why_it_cannot(tmp_path: Path, trainee: Trainee) -> None:
-    publisher = pulse.Publisher(tmp_path, cast="bfloat16")
-    for version in range(3):
-        publisher.publish(trainee.step(), version=version)
+    publisher = trainee.published(tmp_path, 3)
     patch = tmp_path / publisher.history.manifests()[1].patch.name  # type: ignore[union-attr]
     patch.write_bytes(patch.read_bytes()[:-1])
     with pytest.raises(pulse.IntegrityError, match=patch.name):
@@ -259,8 +246,7 @@ def test_a_model_without_tensors_is_refused(store: Store, nothing: Any) -> None:
 
 
 def test_other_tensors_are_refused_and_publishing_goes_on(store: Store, trainee: Trainee) -> None:
-    publisher = pulse.Publisher(store, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(store)
     other = {**trainee.weights, "a": torch.zeros(2, 2), "new": torch.zeros(1)}
     with pytest.raises(pulse.BaseMismatchError, match=r"new.* a \(BF16") as raised:
         publisher.publish(other, version=1)
@@ -289,9 +275,9 @@ def test_memory_for_a_history_is_what_it_publishes(store: Store) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
 def test_cast_is_a_dtype_or_its_name(store: Store, trainee: Trainee, dtype: Any) -> None:
     publisher = pulse.Publisher(store, cast=dtype)
-    assert publisher.publish(trainee.step(), version=0).digest == pulse.digest(cast(trainee.weights))
+    assert publisher.publish(trainee.step(), version=0).digest == trainee.digest()
     plain = pulse.Publisher("memory://").publish(trainee.weights, version=0, cast=dtype)
-    assert plain.digest == pulse.digest(cast(trainee.weights))
+    assert plain.digest == trainee.digest()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "", torch.int32, "int8", 16])
@@ -303,16 +289,8 @@ def test_no_such_cast(store: Store, trainee: Trainee, dtype: Any) -> None:
     assert pulse.Subscriber(store).latest() is None
 
 
-def _history(path: Path, trainee: Trainee, versions: int, **options: Any) -> pulse.Publisher:
-    publisher = pulse.Publisher(path, cast="bfloat16", **options)
-    for version in range(versions):
-        publisher.publish(trainee.step(), version=version)
-    return publisher
-
-
 def test_weights_that_something_else_wrote_to(store: Store, trainee: Trainee) -> None:
-    publisher = pulse.Publisher(store, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(store)
     subscriber, live = pulse.Subscriber(store), trainee.empty()
     subscriber.sync(live)
     live["b.scale"][3] = 7
@@ -322,19 +300,18 @@ def test_weights_that_something_else_wrote_to(store: Store, trainee: Trainee) ->
     assert (raised.value.expected, raised.value.found) == (digest, pulse.digest(live))
     assert subscriber.version is None
     assert subscriber.sync(live).route == "anchor"
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
     # Without asking: a patch whose elements were touched does not fit, and the anchor repairs them.
     live["a"].view(torch.int16).bitwise_xor_(1)
     publisher.publish(trainee.step(), version=1)
     report = subscriber.sync(live)
     assert report.recovered
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
 
 
 def test_verify_live_finds_and_repairs_what_no_patch_touches(store: Store, trainee: Trainee) -> None:
     """With `verify_live` against without it: the same altered element, outside of the next patch."""
-    publisher = pulse.Publisher(store, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(store)
     careful, trusting = pulse.Subscriber(store, verify_live=True), pulse.Subscriber(store)
     live, other = trainee.empty(), trainee.empty()
     careful.sync(live)
@@ -348,12 +325,12 @@ def test_verify_live_finds_and_repairs_what_no_patch_touches(store: Store, train
     assert (report.version, report.previous, report.route) == (1, None, "anchor")
     assert report.recovered
     assert "something other" in report.recovered
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
     assert pulse.digest(live) == careful.digest == published.digest
     # Found with nothing new in the store, too; and untouched weights are left alone.
     live["c"].zero_()
     assert careful.sync(live).recovered
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
     assert (careful.sync(live).route, careful.sync(live).recovered) == ("none", None)
 
 
@@ -363,7 +340,7 @@ def test_verify_live_recounts_before_every_nth_sync(store: Store, trainee: Train
     subscriber.sync(live)
     live["ids"].numpy()[2] = -1  # which torch does not count
     assert [bool(subscriber.sync(live).recovered) for _ in range(5)] == [False, True, False, False, False]
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
     for wrong in (-1, 0.5, "always"):
         with pytest.raises(ValueError, match=f"verify_live: .* found {wrong}"):
             pulse.Subscriber(store, verify_live=wrong)  # type: ignore[arg-type]
@@ -373,8 +350,7 @@ def test_verify_live_recounts_before_every_nth_sync(store: Store, trainee: Train
 def test_altered_weights_from_which_a_patch_does_not_decode(trainee: Trainee, seed: int) -> None:
     """`context` decodes from the old bits: where something else wrote over them, the patch itself looks damaged."""
     store = pulse.open_store("memory://")
-    publisher = pulse.Publisher(store, cast="bfloat16", codec="context")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(store, codec="context")
     live = trainee.empty()
     subscriber = pulse.Subscriber(store)
     subscriber.sync(live)
@@ -388,7 +364,7 @@ def test_altered_weights_from_which_a_patch_does_not_decode(trainee: Trainee, se
 
 
 def test_altered_weights_that_cannot_be_repaired_have_no_version(tmp_path: Path, trainee: Trainee) -> None:
-    publisher = _history(tmp_path, trainee, 1)
+    publisher = trainee.published(tmp_path, 1)
     subscriber, live = pulse.Subscriber(tmp_path, verify_live=True), trainee.empty()
     subscriber.sync(live)
     live["ids"][2] = -1
@@ -400,14 +376,14 @@ def test_altered_weights_that_cannot_be_repaired_have_no_version(tmp_path: Path,
     assert subscriber.version is None
     (tmp_path / "away").rename(anchor)
     assert subscriber.sync(live).version == 0
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
 
 
 def test_another_version_put_into_the_weights_is_recognised(store: Store, trainee: Trainee) -> None:
     publisher = pulse.Publisher(store, cast="bfloat16")
     subscriber, live = pulse.Subscriber(store, verify_live=True), trainee.empty()
     publisher.publish(trainee.step(), version=0)
-    older = cast(trainee.weights)
+    older = trainee.cast()
     publisher.publish(trainee.step(), version=1)
     subscriber.sync(live)
     for name, tensor in older.items():
@@ -415,7 +391,7 @@ def test_another_version_put_into_the_weights_is_recognised(store: Store, traine
     report = subscriber.sync(live)
     assert (report.route, report.patches, report.version) == ("patches", 1, 1)
     assert report.recovered
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
 
 
 def test_a_tied_copy_that_differs_is_found_and_repaired(store: Store) -> None:
@@ -447,14 +423,13 @@ def test_a_manifest_that_was_read_wrong_once_is_read_again(trainee: Trainee) -> 
         subscriber.sync(live)
     store.read = None
     assert subscriber.sync(live).version == 0
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
 
 
 def test_interrupted_write_ends_in_the_new_version(
     store: Store, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = pulse.Publisher(store, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
+    publisher = trainee.published(store)
     subscriber, live = pulse.Subscriber(store), trainee.empty()
     subscriber.sync(live)
     publisher.publish(trainee.step(), version=1)
@@ -469,7 +444,7 @@ def test_interrupted_write_ends_in_the_new_version(
     monkeypatch.setattr(Application, "_write_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         subscriber.sync(live)
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
     assert subscriber.version is None
     assert subscriber.sync(live).route == "none"  # recognised by its digest
     assert subscriber.version == 1
@@ -540,7 +515,7 @@ def test_retention_keeps_every_listed_version_reachable(store: Store, trainee: T
     states = {}
     for version in range(11):
         publisher.publish(trainee.step(), version=version)
-        states[version] = cast(trainee.weights)
+        states[version] = trainee.cast()
         if version == 0:
             sleeper.sync(live)
         for manifest in pulse.History(store).manifests():
@@ -601,10 +576,8 @@ def test_hostile_manifests(store: Store, trainee: Trainee, change: dict[str, Any
 
 
 def test_a_manifest_that_names_a_version_without_an_anchor(store: Store, trainee: Trainee) -> None:
-    publisher = pulse.Publisher(store, cast="bfloat16")
-    for version in range(3):
-        publisher.publish(trainee.step(), version=version)
+    trainee.published(store, 3)
     reseal(store, 2, {"anchor_sequence": 1})
     live = trainee.empty()
     assert pulse.Subscriber(store).sync(live).recovered == "version 1 has no anchor, although another manifest says so"
-    assert same_bits(live, cast(trainee.weights))
+    assert same_bits(live, trainee.cast())
