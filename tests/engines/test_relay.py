@@ -107,6 +107,26 @@ def test_another_history_is_refused_and_one_that_has_gone_back(tmp_path: Path) -
     assert pulse.History(tmp_path / "target").newest().version == 2
 
 
+def test_a_relay_that_another_one_has_overtaken_goes_on_from_there(tmp_path: Path) -> None:
+    trainer, target = Trainer(tmp_path / "source"), tmp_path / "target"
+    one, other = (Relay(str(target), {"fp8": VIEW}) for _ in range(2))
+    for relay, version in ((other, 0), (one, 1)):
+        trainer.publish(version)
+        relay.follow(str(tmp_path / "source"))
+        relay.stage(version)
+        relay.apply(version)
+    trainer.publish(2)
+    other.stage(2)
+    with pytest.raises(EngineError, match="another publisher"):
+        other.apply(2)
+    assert other.state().follow is None  # so it is told again
+    driver = Driver(trainer.publisher.history, Follow(str(tmp_path / "source")), [other], manner=Manner(poll=0.05))
+    driver.start()
+    assert driver.wait_until_current(60), driver.engines()
+    driver.stop()
+    check(trainer, target, [0, 1, 2])
+
+
 # The command
 
 MAIN = "from pulse_rl.cli.main import main; main()"
@@ -172,11 +192,17 @@ def test_a_relay_keeps_as_many_versions_as_it_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("form", "words"),
-    [("fp8", "expected NAME=FORM"), ("fp8=Fp9()", "expected one of"), ("fp8=Fp8(block='row')", "found 'row'")],
+    [
+        ("fp8", "expected NAME=FORM"),
+        ("fp8=Fp9()", "expected one of"),
+        ("fp8=Fp8(block='row')", "found 'row'"),
+        (FORM.replace("fp8", "int8"), "found int8, int8"),
+    ],
 )
 def test_a_form_that_is_none_is_a_bad_command_line(form: str, words: str, tmp_path: Path) -> None:
     Trainer(tmp_path / "source").publish(0)
-    code, _, err = run(MAIN, "relay", str(tmp_path / "source"), str(tmp_path / "target"), "--view", form)
+    views = ("--view", "int8=Int8()", "--view", form)
+    code, _, err = run(MAIN, "relay", str(tmp_path / "source"), str(tmp_path / "target"), *views)
     assert code == 2
     assert words in " ".join(err.replace("│", " ").split())
     assert not (tmp_path / "target").exists()

@@ -203,6 +203,15 @@ def test_a_view_that_vllm_cannot_follow_is_refused_before_the_run(
     assert (tmp_path / "run").exists() == (not says)
 
 
+@pytest.mark.parametrize(("form", "says"), [("mxfp4", "pools[0].view: policies.solver: tensor"), ("nvfp4", "")])
+def test_a_view_that_the_model_has_no_shape_for_is_refused_before_the_run(tmp_path: Path, form: str, says: str) -> None:
+    """`tiny` has 16 columns: half a block of MXFP4, and one of NVFP4."""
+    sets = ["model=tiny", f"out={tmp_path / 'run'}", f"pools.worker.view=four=Fp4(format='{form}')"]
+    with pytest.raises(ValueError, match=re.escape(says)) if says else nullcontext():
+        run.prepare(recipe_file.load("math", sets))
+    assert (tmp_path / "run").exists() == (not says)
+
+
 def test_a_new_run_leaves_the_history_of_another_alone(tmp_path: Path) -> None:
     """It would put its versions behind those of the other run."""
     store = tmp_path / "store"

@@ -72,7 +72,12 @@ def relay(
     from pulse_rl.weights.views.view import view_of
 
     with output.checking():
-        views = dict(view_of(text) for text in view or [])
+        named = [view_of(text) for text in view or []]
+        views = dict(named)
+        if len(views) < len(named):
+            raise ValueError(
+                f"--view: expected a different name for each, found {', '.join(name for name, _ in named)}"
+            )
     history, place = open_history(source, public_key)
     with output.checking():
         made = Relay(absolute(target), views, sign_with=sign_with, retain=retain, keep_every=keep_every, grace=grace)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pulse_rl.engines.states import During, EngineReport, EngineState, Follow, PauseMode, failed, failure_of
@@ -43,9 +44,17 @@ class Relay:
         keep_every: int | None = None,
         grace: float = GRACE_S,
     ) -> None:
-        self._publisher = Publisher(
-            target, views=views, sign_with=sign_with, retain=retain, keep_every=keep_every, grace=grace, patience=0
+        self._open = partial(
+            Publisher,
+            target,
+            views=views,
+            sign_with=sign_with,
+            retain=retain,
+            keep_every=keep_every,
+            grace=grace,
+            patience=0,
         )
+        self._publisher = self._open()
         self.url = self._publisher.history.store.url
         self._follow: Follow | None = None
         self._subscriber: Subscriber | None = None
@@ -97,6 +106,7 @@ class Relay:
             if cache is not None or view is not None:
                 raise ValueError("expected a relay without a cache, that follows the weights, not a view")
             subscriber = Subscriber(store, public_key=public_key, heartbeat=heartbeat, patience=patience)
+            self._publisher = self._open()  # from what is there, whoever put it there
             version = self._publisher.resume()
             if version is not None and self._weights is None:
                 self._require_same_history(subscriber, version)
@@ -137,13 +147,15 @@ class Relay:
         return self._holds()
 
     def apply(self, version: int, *, pause: PauseMode = "keep", reset_caches: bool = True) -> EngineReport:
-        """Publish the weights, which hold a version, with its views. Raises EngineError: then it is not published.
+        """Publish the weights, which hold a version, with its views. Raises EngineError: then it is not published, and
+        the store is to be opened anew, as another relay may have published there.
 
         pause, reset_caches: as of an engine. Nothing is paused here.
         """
         start, before = time.perf_counter(), self._publisher.version
-        subscriber, synced = self._subscriber, self._synced
+        subscriber, synced, follow = self._subscriber, self._synced, self._follow
         assert subscriber is not None and synced is not None and synced.version == version  # noqa: PT018  # it is staged
+        self._follow = None
         with self._failing("apply"):
             manifest = subscriber.history.find(version)
             if self._assets[0] != manifest.anchor_sequence:
@@ -151,6 +163,7 @@ class Relay:
             published = self._publisher.publish(
                 self._weights, version=version, assets=self._assets[1], metadata=synced.metadata
             )
+        self._follow = follow
         return EngineReport(
             version=version,
             previous=before,

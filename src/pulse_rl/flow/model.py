@@ -18,6 +18,7 @@ from pulse_rl.flow.model_name import check, smollm2_file, source_of
 
 GGUF_BLOCK = 32  # weights that share a scale, both in Q4_1 and in Q8_0
 Q4_LEVELS = 15  # steps between a Q4_1 block's least and greatest value
+CHARACTERS = ("<pad>", "<eos>", *(c for c in string.printable if c not in "\r\x0b\x0c"))  # of tiny's tokenizer
 Q8_LEVELS = 127  # steps from 0 to a Q8_0 block's greatest magnitude
 
 
@@ -60,6 +61,21 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
     return loaded
 
 
+def shapes(name: str, config: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors, by name. None of its weights is read.
+
+    config: as `model_name.require_config` returns it.
+    """
+    transformers = require("transformers", "run")
+    if name == "tiny":
+        config = _tiny_config()
+    elif config is None and (gguf := smollm2_file()) is not None:
+        config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with torch.device("meta"):
+        found = transformers.AutoModelForCausalLM.from_config(config)
+    return {key: tuple(tensor.shape) for key, tensor in found.state_dict().items()}
+
+
 def _from_gguf(path: Path, dither: int | None) -> Loaded:
     require("gguf", "run")
     transformers = require("transformers", "run")
@@ -98,15 +114,21 @@ def _spread(weight: torch.Tensor, eight_bit: bool, generator: torch.Generator) -
 def _tiny(seed: int) -> Loaded:
     transformers = require("transformers", "run")
     tokenizers = require("tokenizers", "run")
-    characters = ["<pad>", "<eos>", *(c for c in string.printable if c not in "\r\x0b\x0c")]
     core = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>")
+        tokenizers.models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>")
     )
     core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     core.decoder = tokenizers.decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-    config = transformers.LlamaConfig(
-        vocab_size=len(characters),
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(_tiny_config())
+    return Loaded(model, tokenizer)
+
+
+def _tiny_config() -> Any:
+    return require("transformers", "run").LlamaConfig(
+        vocab_size=len(CHARACTERS),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -117,10 +139,6 @@ def _tiny(seed: int) -> Loaded:
         eos_token_id=1,
         bos_token_id=None,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = transformers.LlamaForCausalLM(config)
-    return Loaded(model, tokenizer)
 
 
 def assets(loaded: Loaded) -> dict[str, bytes]:

@@ -29,7 +29,7 @@ from pulse_rl.flow.driver.summary import summary
 from pulse_rl.flow.driver.trainers import Trainers
 from pulse_rl.flow.driver.windows import Evaluations
 from pulse_rl.flow.engine import engine, service, wait
-from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+from pulse_rl.flow.recipe import PolicyRecipe, PoolRecipe, Recipe
 from pulse_rl.flow.training.checkpoints import saved_step
 from pulse_rl.watch import Exporter
 from pulse_rl.watch.alarms import RECENT, Alarm, Announcer, alarms_of_records, measured
@@ -98,10 +98,25 @@ def _check(recipe: Recipe) -> None:
                 f'pools[{number}].view: expected none with kind = "vllm" for a model with experts, whose quantised '
                 f'weights vLLM repacks, found {pool.view!r} for policies.{experts[0]}: kind = "builtin" samples with it'
             )
+        for name in recipe.held_by(pool):
+            try:
+                _check_view(pool, recipe.policies[name].model, configs[name])
+            except ValueError as error:
+                raise ValueError(f"pools[{number}].view: policies.{name}: {error}") from None
     if recipe.address is None and any(pool.kind == "vllm" for pool in recipe.pools):
         require("vllm", "vllm")
     if any(policy.elastic for policy in recipe.policies.values()):
         require_installed("torchft", "ft")
+
+
+def _check_view(pool: PoolRecipe, name: str, config: Any) -> None:
+    """Raise ValueError if a pool's view cannot be made of a model. Of most forms one can be made of all models."""
+    from pulse_rl.weights.views.formats import GROUPS, ViewFormat
+
+    if pool.quantised is not None and (form := ViewFormat(pool.quantised[1])).key.kind in GROUPS:
+        from pulse_rl.flow import model  # which imports torch
+
+        form.check(model.shapes(name, config))
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:

@@ -61,6 +61,14 @@ class ViewFormat:
         stacked = len(shape) == 3 and "experts" in parts
         return prod(shape) > 0 and (stacked or (len(shape) == 2 and parts[-1] == "weight"))
 
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise ValueError unless whole tensors of these shapes, by name, can be cut into blocks."""
+        for name in sorted(self.quantised(shapes, {})):
+            try:
+                self.grid(shapes[name])
+            except ValueError as error:
+                raise ValueError(f"tensor {name!r}: {error}") from None
+
     def grid(self, shape: Shape) -> BlockGrid:
         """How a tensor is cut into blocks. Raises ValueError if it cannot be."""
         height, columns = shape[-2], shape[-1]
