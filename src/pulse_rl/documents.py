@@ -1,5 +1,6 @@
 """JSON from outside, decoded against a type: one error for whatever is wrong with it, and the types of its members."""
 
+import re
 from functools import cache
 from threading import Lock
 from typing import Annotated, Any, TypeVar
@@ -13,6 +14,8 @@ Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # of a state of
 Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # BLAKE3
 HeadHash = Annotated[str, msgspec.Meta(pattern="^(|[0-9a-f]{32})$")]  # the first half of a BLAKE3; empty without one
 Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # random
+_VIEW_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+ViewName = Annotated[str, msgspec.Meta(pattern=_VIEW_NAME)]
 
 T = TypeVar("T")
 
@@ -28,6 +31,12 @@ def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     with LEARNING:
         found: msgspec.json.Decoder[T] = _decoder(kind)
     return found
+
+
+def check_view_name(name: object) -> None:
+    """Raise ValueError unless a view can have this name."""
+    if not isinstance(name, str) or not re.fullmatch(_VIEW_NAME, name):
+        raise ValueError(f"view: expected a name of at most 64 letters, digits and . _ -, found {name!r}")
 
 
 def convert(value: Any, kind: type[T], strict: bool = True) -> T:

@@ -181,7 +181,10 @@ BAD = [
     ("pools=3", ["pools: expected tables [[pools]], found 3"]),
     ("pools.far.workers=1", ["--set pools.far.workers=1: expected one of worker, found 'far'"]),
     ("pools.worker.view=int4", ["pools[0].view: expected NAME=FORM with settings by name", "found 'int4'"]),
-    ("pools.worker.view=a/b=Int8()", ["pools[0].view: view: expected a name of at most 64 letters", "'a/b'"]),
+    (
+        "pools.worker.view=a/b=Int8()",
+        ["pools[0].view: a/b=Int8(): view: expected a name of at most 64 letters", "'a/b'"],
+    ),
     ("pools.worker.view=x=Fp8(block='row')", ["pools[0].view: x=Fp8(block='row'): block: expected", "'row'"]),
     ("pools.worker.workers=0", ["pools: expected at least one worker"]),
     ("pools.worker.kind=sglang", ["pools[0].kind: expected builtin or vllm, found 'sglang'"]),

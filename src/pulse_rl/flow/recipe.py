@@ -144,14 +144,9 @@ class PoolRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def quantised(self) -> "tuple[str, View] | None":
         """The name and the form of its view. Raises ValueError for text that is none."""
-        from pulse_rl.history.manifest import check_view_name
         from pulse_rl.weights.views.view import view_of
 
-        if self.view is None:
-            return None
-        name, form = view_of(VIEWS.get(self.view, self.view))
-        check_view_name(name)
-        return name, form
+        return view_of(VIEWS.get(self.view, self.view)) if self.view is not None else None
 
 
 class AutoscaleRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pulse_rl.documents import Count, Digest, HeadHash, Token
+from pulse_rl.documents import Count, Digest, HeadHash, Token, ViewName
 from pulse_rl.errors import IntegrityError
 from pulse_rl.log.objects import ObjectRef, number_in
 from pulse_rl.log.sealed import SealedFormat, open_sealed
@@ -31,8 +31,6 @@ PARTS = "parts.json"
 
 Scalar: TypeAlias = str | int | float | bool | None
 Software = Annotated[str, msgspec.Meta(max_length=255)]
-VIEW_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-ViewName = Annotated[str, msgspec.Meta(pattern=VIEW_NAME)]
 
 
 class PatchObject(ObjectRef, frozen=True, omit_defaults=True):
@@ -272,12 +270,6 @@ def anchor_name(sequence: int, token: str) -> str:
 def is_file_name(name: str) -> bool:
     """Whether an anchor's file can have this name."""
     return _FILE.fullmatch(name) is not None
-
-
-def check_view_name(name: object) -> None:
-    """Raise ValueError unless a view can have this name."""
-    if not isinstance(name, str) or not re.fullmatch(VIEW_NAME, name):
-        raise ValueError(f"view: expected a name of at most 64 letters, digits and . _ -, found {name!r}")
 
 
 def parse(data: bytes | memoryview, sequence: int, keys: Keys | None, where: str) -> Manifest:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from pulse_rl.documents import check_view_name
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import Manifest, check_view_name
+from pulse_rl.history.manifest import Manifest
 from pulse_rl.sync.publish.attempt import Attempt, VersionStart
 from pulse_rl.sync.publish.delivery import Delivery, InView
 from pulse_rl.sync.publish.encoding import Encoder

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pulse_rl.documents import check_view_name
 from pulse_rl.weights.views.rules import RULES, BlockKind, RuleKey, RuleName
 
 Scales: TypeAlias = Literal["plain", "sticky"]
@@ -160,6 +161,7 @@ def view_of(text: str) -> tuple[str, View]:
             raise SyntaxError
         if (kind := kinds.get(call.func.id)) is None:
             raise ValueError(f"expected one of {', '.join(kinds)}, found {call.func.id!r}")
+        check_view_name(name)
         return name, kind(**{str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
     except SyntaxError:
         raise ValueError(f"expected NAME=FORM with settings by name, as fp8=Fp8(), found {text!r}") from None
