@@ -1,9 +1,11 @@
 """What trainers that exchange seldom learn and send.
 
 python -m bench.evidence.trainers RUN ... > bench/evidence/trainers.tsv
+python -m bench.evidence.trainers --rewards RUN ... | tail -n +2 >> bench/evidence/trainers.tsv
 
 A line for each round of each run, with its mean reward and what a trainer sent; and, in the first and the last, the
-reward on problems that no trainer saw: of the likeliest answers, and of some that are sampled for a part of them.
+reward on problems that no trainer saw: of the likeliest answers, and of some that are sampled for a part of them. That
+takes ten minutes a run, and is left out with `--rewards`.
 """
 
 import csv
@@ -11,6 +13,7 @@ import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,21 +66,14 @@ def score(loaded: model.Loaded, stream: ProblemStream, problems: list[Problem], 
     return statistics.fmean(likeliest), statistics.fmean(sampled)
 
 
-def measure(run: Path) -> None:
-    """Print the lines of a run."""
+def measure(run: Path, *, rewards: bool) -> None:
+    """Print the lines of a run. rewards: only those of the run itself."""
     recipe = recipe_file.saved(run)
     trained = next(iter(recipe.policies.values()))
     records = metrics.read(run)
-    stream = ProblemStream(recipe.workflow.settings["task"], recipe.seed)
-    loaded = model.load(trained.model, seed=recipe.seed, dither=trained.dither)
-    problems = unseen(recipe, stream)
-    scores = {0: score(loaded, stream, problems, recipe)}
-    subscriber = pulse.Subscriber(run / "store")
-    subscriber.sync(loaded.model.bfloat16(), version=records[-1]["version"])
-    loaded.model.float()
-    scores[records[-1]["step"]] = score(loaded, stream, problems, recipe)
+    scores: dict[int, tuple[float, float]] = {} if rewards else _scores(run, recipe, records[-1])
     who = (trained.trainer_sync, f"{trained.lr:g}", trained.trainers, trained.overlap, recipe.seed)
-    print(*who, 0, "", "", "", *(f"{of:.4f}" for of in scores[0]), sep="\t")
+    print(*who, 0, "", "", "", *(f"{of:.4f}" for of in scores.get(0, ())), sep="\t")
     for record in records:
         sync, ends = record["trainer_sync"], scores.get(record["step"], ())
         sent = round(statistics.fmean(sync["sent_nbytes"]))
@@ -85,29 +81,42 @@ def measure(run: Path) -> None:
         print(*who, *row, sep="\t", flush=True)
 
 
+def _scores(run: Path, recipe: Recipe, last: dict[str, Any]) -> dict[int, tuple[float, float]]:
+    """By step: before the run, and after the last one."""
+    trained = next(iter(recipe.policies.values()))
+    stream = ProblemStream(recipe.workflow.settings["task"], recipe.seed)
+    loaded = model.load(trained.model, seed=recipe.seed, dither=trained.dither)
+    problems = unseen(recipe, stream)
+    first = score(loaded, stream, problems, recipe)
+    pulse.Subscriber(run / "store").sync(loaded.model.bfloat16(), version=last["version"])
+    loaded.model.float()
+    return {0: first, last["step"]: score(loaded, stream, problems, recipe)}
+
+
 def trainers() -> str:
     """The table: each method's mean over its seeds, and the standard deviation between them."""
     runs = defaultdict[tuple[str, ...], dict[str, list[dict[str, str]]]](lambda: defaultdict(list))
     for row in csv.DictReader(KEPT.read_text().splitlines(), delimiter="\t"):
         runs[tuple(row[column] for column in RUN[:-1])][row["seed"]].append(row)
-    gains = {kind: [_gain(rows) for rows in seeds.values()] for kind, seeds in runs.items()}
+    gains = {kind: {seed: _gain(rows) for seed, rows in seeds.items()} for kind, seeds in runs.items()}
     lines = []
     for kind, seeds in runs.items():
         method, lr, trainers, overlap = kind
         rows = [row for each in seeds.values() for row in each[1:]]
         sent, dense = (mean(rows, column) for column in ("sent_nbytes", "dense_nbytes"))
         first, last = ([each[end] for each in seeds.values()] for end in (0, -1))
-        diloco = gains.get(("diloco", lr, trainers, "0"))
+        gained, diloco = gains[kind], gains.get(("diloco", lr, trainers, "0"), {})
+        same = [diloco[seed] for seed in gained if seed in diloco]  # from the same first bits, with the same problems
         lines.append(
             [
                 f"{METHODS[method]}, {lr.replace('e-0', 'e-')}" + f", overlap {overlap}" * (overlap != "0"),
                 trainers,
                 f"{len(seeds)} × {rows[-1]['step']}",
-                spread(gains[kind]),
-                f"{statistics.fmean(gains[kind]) / statistics.fmean(diloco):.2f}" if diloco else "–",
-                *(f"{mean(first, of):.3f} → {mean(last, of):.3f}" for of in ("greedy", "sampled")),
+                spread(list(gained.values())),
+                f"{sum(gained.values()) / sum(same):.2f}" if len(same) == len(gained) else "–",
+                *(f"{mean(first, of):.3f} → {mean(last, of):.3f}" if first[0][of] else "–" for of in COLUMNS[-2:]),
                 f"{sent / 1e6:,.1f} MB",
-                f"{dense / sent:,.0f} ×",
+                f"{dense / sent:,.{0 if dense >= sent else 1}f} ×",
             ]
         )
     head = ("method, lr", "trainers", "seeds × steps", "gained", "of DiLoCo's", "unseen, likeliest", "unseen, sampled")
@@ -122,5 +131,6 @@ def _gain(rows: list[dict[str, str]]) -> float:
 
 if __name__ == "__main__":
     print(*COLUMNS, sep="\t")
-    for name in sys.argv[1:]:
-        measure(Path(name))
+    rewards = "--rewards" in sys.argv
+    for name in sys.argv[1 + rewards :]:
+        measure(Path(name), rewards=rewards)
