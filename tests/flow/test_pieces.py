@@ -14,8 +14,10 @@ from pulse_rl.cli.summary import reward_change
 from pulse_rl.errors import ProcessDiedError
 from pulse_rl.flow import directory, metrics, model, model_name, policy
 from pulse_rl.flow.engine import ProcessHandle, Remote, least_loaded
+from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
 from pulse_rl.flow.tasks import LISTING, ProblemStream
+from pulse_rl.flow.training.versions import PolicyHistory
 from pulse_rl.store.base import ObjectInfo
 
 # --- policy ---------------------------------------------------------------------------------------------------
@@ -274,3 +276,24 @@ def test_a_process_that_died_with_its_node_or_for_memory_has_died_like_any_other
     with pytest.raises(ProcessDiedError) as found:
         Remote("dataflow").pull(0)
     assert found.value.process == "dataflow"
+
+
+# --- versions -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_with_a_new_view_publishes_it_first(tmp_path: Path) -> None:
+    """The newest version has these weights and lacks the view. With it, and with fewer, nothing is published."""
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.randn(8, 8)}
+    fp8 = {"fp8": pulse.Fp8()}
+
+    def begun(views: dict[str, Any], resumed: bool = True) -> int:
+        assets = {"config.json": b"{}"}
+        history = PolicyHistory(PolicyRecipe(model="tiny"), str(tmp_path), assets, views, resumed=resumed)
+        history.resume()
+        history.begin(0, weights)
+        return history.newest
+
+    assert [begun({}, resumed=False), begun({}), begun(fp8), begun(fp8), begun({})] == [0, 0, 1, 1, 1]
+    assert pulse.Subscriber(tmp_path, view="fp8").latest() == 1
+    with pytest.raises(pulse.BaseMismatchError, match="fp8"):
+        begun({"fp8": pulse.Fp8(block=(4, 4))})

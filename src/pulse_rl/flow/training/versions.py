@@ -33,6 +33,7 @@ class PolicyHistory:
     ) -> None:
         self.newest = 0  # the newest version published
         self._policy = policy
+        self._views = views
         self._resumed = resumed
         self._group = Group.of() if policy.sharded else None
         self._publisher = Publisher(
@@ -69,9 +70,10 @@ class PolicyHistory:
     def begin(self, step: int, weights: Weights) -> None:
         """Publish the version with which the policy starts, unless the history already ends with these weights.
 
-        Where the history is damaged, it is a full checkpoint.
+        Where the history is damaged, it is a full checkpoint. Raises BaseMismatchError if a view has another form now.
         """
-        if self._found is not None and self._damage is None and self.digest_of(weights) == self.digest:
+        whole = self._found is not None and self._damage is None and self._has_views()
+        if self._found is not None and whole and self.digest_of(weights) == self.digest:
             self.newest = self._found
         else:
             self.newest = 0 if self._found is None else self._after(self._found, step)
@@ -88,6 +90,12 @@ class PolicyHistory:
         if self._group:
             return shared_digest(self._group, weights, CAST)
         return digest(layout(weights, CAST))
+
+    def _has_views(self) -> bool:
+        """Whether the newest version has all views, so that workers can read theirs: a run may go on with a new one."""
+        head = self._publisher.history.head()
+        held = {name: entry.form for name, entry in head.views.items()} if head else {}
+        return all(held.get(name) == repr(view) for name, view in self._views.items())
 
     def _after(self, version: int, step: int) -> int:
         """The next version: the number of rounds done, or one more than the last version where that is higher."""
