@@ -157,7 +157,7 @@ def _apply(
         return {f"{start:012d}": flat[start : start + TENSOR_ELEMENTS] for start in starts}
 
     live = cut(old.copy())
-    patches = [pulse.diff(cut(old), cut(new)), pulse.diff(cut(new), cut(old))]
+    patches = [pulse.diff(*sides, codec="gap") for sides in ((cut(old), cut(new)), (cut(new), cut(old)))]
     clock = Stopwatch()
 
     def step(data: bytes, base_digest: int) -> None:
