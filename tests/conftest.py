@@ -145,7 +145,7 @@ class Trainee:
 
     def empty(self) -> dict[str, torch.Tensor]:
         """Weights of the published dtypes, all zero."""
-        return {n: torch.zeros_like(w.bfloat16() if w.is_floating_point() else w) for n, w in self.weights.items()}
+        return {n: torch.zeros_like(w) for n, w in self.cast().items()}
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_a_relay_that_another_one_has_overtaken_goes_on_from_there(tmp_path: Pat
     other.stage(2)
     with pytest.raises(EngineError, match="another publisher"):
         other.apply(2)
-    assert other.state().follow is None  # so it is told again
+    assert other.state().follow is None  # the driver sends `follow` again
     driver = Driver(trainer.publisher.history, Follow(str(tmp_path / "source")), [other], manner=Manner(poll=0.05))
     driver.start()
     assert driver.wait_until_current(60), driver.engines()

@@ -72,8 +72,7 @@ class PolicyHistory:
 
         Where the history is damaged, it is a full checkpoint. Raises BaseMismatchError if a view has another form now.
         """
-        whole = self._found is not None and self._damage is None and self._has_views()
-        if self._found is not None and whole and self.digest_of(weights) == self.digest:
+        if self._found is not None and self._damage is None and self._has(weights):
             self.newest = self._found
         else:
             self.newest = 0 if self._found is None else self._after(self._found, step)
@@ -91,8 +90,10 @@ class PolicyHistory:
             return shared_digest(self._group, weights, CAST)
         return digest(layout(weights, CAST))
 
-    def _has_views(self) -> bool:
-        """Whether the newest version has all views, so that workers can read theirs: a run may go on with a new one."""
+    def _has(self, weights: Weights) -> bool:
+        """Whether the newest version has these weights in all views. A run that is resumed may have a new view."""
+        if self.digest_of(weights) != self.digest:
+            return False
         head = self._publisher.history.head()
         held = {name: entry.form for name, entry in head.views.items()} if head else {}
         return all(held.get(name) == repr(view) for name, view in self._views.items())
