@@ -1,4 +1,4 @@
-"""A CUDA device: kernels and whole versions measured, a run of GRPO on it, and the tests: `make bench-gpu`, or
+"""A CUDA device: kernels and whole versions measured, runs of RL on it, and the tests: `make bench-gpu`, or
 
     PYTHONPATH=src python3 -m bench.gpu --out gpu.json
 
@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from bench.gpu.children import Keep, Report, Results
 
 TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_gpu_coding.py", "tests/kernels/test_gpu_versions.py")
-RUN_S = 240.0  # that are kept for the run of GRPO and the tests
+RUN_S = 300.0  # that are kept for the runs of RL and the tests
 
 
 class Options(NamedTuple):
@@ -35,6 +35,7 @@ class Options(NamedTuple):
     cpu_elements: int
     rounds: int
     steps: int
+    inner_steps: int
     seconds: float
     emulated: bool
 
@@ -93,11 +94,16 @@ def _versions(
     kept_on: Literal["host", "pinned", "device"],
     codec: Literal["context", "gap"],
     whole: bool = False,
+    tensors: int | None = None,
 ) -> None:
+    from bench.gpu.bandwidth import fitting
     from bench.gpu.library import SHARES, measure_versions
+    from bench.gpu.synthetic import alike, shapes_of
 
     elements, shares = (options.elements, SHARES[:1]) if whole else (options.version_elements, SHARES)
-    measure_versions(elements, shares, kept_on, codec, keep)
+    elements = fitting(elements)
+    shapes = shapes_of(elements) if tensors is None else alike(tensors, elements)
+    measure_versions(shapes, shares, kept_on, codec, keep)
 
 
 def _one_rank(options: Options, keep: Keep) -> None:
@@ -106,10 +112,20 @@ def _one_rank(options: Options, keep: Keep) -> None:
     measure_collectives(keep)
 
 
-def _grpo(options: Options, keep: Keep) -> None:
+def _where(options: Options) -> str:
+    return "cpu" if options.emulated else "cuda"
+
+
+def _grpo(options: Options, keep: Keep, *, lr: float) -> None:
     from bench.gpu.grpo_run import measure_run
 
-    measure_run("cpu" if options.emulated else "cuda", options.steps, options.seconds, keep)
+    measure_run(_where(options), options.steps, options.seconds, lr, keep)
+
+
+def _rounds(options: Options, keep: Keep, *, method: Literal["pulse", "diloco"]) -> None:
+    from bench.gpu.loco_run import measure_rounds
+
+    measure_rounds(_where(options), options.inner_steps, options.seconds, method, keep)
 
 
 SECTIONS = {
@@ -125,9 +141,19 @@ SECTIONS = {
     "publish_context": Section(70, partial(_versions, kept_on="device", codec="context")),
     "publish_gap": Section(70, partial(_versions, kept_on="device", codec="gap")),
     "publish_pinned": Section(70, partial(_versions, kept_on="pinned", codec="gap")),
+    "publish_300_tensors": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=300)),
+    "publish_18867_tensors": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=18_867)),
     "publish_host": Section(70, partial(_versions, kept_on="host", codec="gap")),
-    "grpo": Section(450, _grpo),
 }
+# These run side by side, after all others: no speed is measured any more.
+_FEW_THREADS = (("PULSE_THREADS", "3"), ("OMP_NUM_THREADS", "2"))
+RUNS = {
+    "grpo_3e-6": Section(450, partial(_grpo, lr=3e-6), _FEW_THREADS),
+    "grpo_1e-6": Section(450, partial(_grpo, lr=1e-6), _FEW_THREADS),
+    "loco_pulse": Section(450, partial(_rounds, method="pulse"), _FEW_THREADS),
+    "loco_diloco": Section(450, partial(_rounds, method="diloco"), _FEW_THREADS),
+}
+ALL = SECTIONS | RUNS
 
 
 def _tests(results: Results) -> None:
@@ -145,12 +171,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version-elements", type=int, default=1 << 30, help="weights of versions by each codec")
     parser.add_argument("--cpu-elements", type=int, default=1 << 26, help="weights that one core of the CPU codes")
     parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the run of GRPO")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the runs of GRPO")
+    parser.add_argument("--inner-steps", type=int, default=512, help="steps of each trainer of PULSELoCo and DiLoCo")
     parser.add_argument("--seconds", type=float, default=560, help="of everything together")
     parser.add_argument("--emulated", action="store_true", help="on the CPU, without the tests")
-    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, "tests"], help="these sections alone")
+    parser.add_argument("--only", nargs="+", choices=[*ALL, "tests"], help="these sections alone")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results go, as JSON")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in a process that the parent starts
+    parser.add_argument("--section", choices=ALL, help=argparse.SUPPRESS)  # in a process that the parent starts
     return parser
 
 
@@ -163,31 +190,29 @@ def main() -> None:
         min(given.cpu_elements, elements),
         given.rounds,
         given.steps,
+        given.inner_steps,
         given.seconds,
         given.emulated,
     )
     if given.section:
-        _measure(SECTIONS[given.section], options)
+        _measure(ALL[given.section], options)
         return
     results = Results(given.out, given.seconds)
     results.add("options", options._asdict())
-    chosen = [name for name in SECTIONS if not given.only or name in given.only]
+    chosen, runs = ([name for name in names if not given.only or name in given.only] for names in (SECTIONS, RUNS))
     if not os.environ.get("CUDA_HOME") and (nvcc := shutil.which("nvcc")):
         os.environ["CUDA_HOME"] = str(Path(nvcc).resolve().parent.parent)  # Numba finds its compiler there
 
     def run(name: str, reserved: float = 0.0) -> None:
-        section = SECTIONS[name]
+        section = ALL[name]
         limit = min(section.limit, results.left_s - reserved)
         own = ["--section", name, "--seconds", str(0.9 * limit)]  # so that a run ends in time by itself
         results.run(name, [sys.executable, "-m", "bench.gpu", *sys.argv[1:], *own], limit, dict(section.environment))
 
-    last = [name for name in chosen if name == "grpo"]
     for name in chosen:
-        if name not in last:
-            run(name, RUN_S if last else 0.0)
-    # No speed is measured any more: these run side by side.
-    with ThreadPoolExecutor(2) as pool:
-        tasks = [pool.submit(run, name) for name in last]
+        run(name, RUN_S if runs else 0.0)
+    with ThreadPoolExecutor(len(RUNS) + 1) as pool:
+        tasks = [pool.submit(run, name) for name in runs]
         if not given.emulated and (not given.only or "tests" in given.only):
             tasks.append(pool.submit(_tests, results))
         for task in tasks:

@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 import torch
 
 import pulse_rl as pulse
-from bench.gpu.bandwidth import fitting
 from bench.gpu.children import Keep
 from bench.gpu.clock import event, wall
-from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
+from bench.gpu.synthetic import State, changed, fill, state_like
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.kernels.gpu import device
 from pulse_rl.sync.publish.baseline import KeptOn
 from pulse_rl.sync.subscribe.staging import Staged
 
 SHARES = (0.0015, 0.01)
+LINK_NBYTES = 256 << 20
 TURNS = 3  # versions of a share, of which the first one compiles
 WAITED = 1.25  # times the usual: a product that takes longer has waited
 AHEAD = 64  # products that are queued before one of them is waited for: no lack of Python's lock for 0.1 s is a stall
@@ -37,9 +37,12 @@ MATRIX = 8192  # rows of a matrix that the training stream multiplies: 1 to 2 ms
 T = TypeVar("T")
 
 
-def measure_versions(elements: int, shares: Sequence[float], kept_on: KeptOn, codec: CodecName, keep: Keep) -> None:
-    """Publish, stage and apply versions of a model of about this many weights."""
-    found = Versions(fitting(elements), kept_on, codec)
+def measure_versions(
+    shapes: list[tuple[int, ...]], shares: Sequence[float], kept_on: KeptOn, codec: CodecName, keep: Keep
+) -> None:
+    """Publish, stage and apply versions of a model."""
+    found = Versions(shapes, kept_on, codec)
+    keep("link", found.link)
     keep("first", found.first)
     for share in shares:
         keep(f"{share:.2%}", partial(found.next, share))
@@ -55,8 +58,7 @@ class Versions:
     A worker follows where the baseline is kept on the device.
     """
 
-    def __init__(self, elements: int, kept_on: KeptOn, codec: CodecName) -> None:
-        shapes = shapes_of(elements)
+    def __init__(self, shapes: list[tuple[int, ...]], kept_on: KeptOn, codec: CodecName) -> None:
         self._state = state_like(shapes, device.PLACE)
         fill(self._state, 7)
         self._weights = named(self._state)
@@ -65,10 +67,22 @@ class Versions:
         self._subscriber = pulse.Subscriber(self._publisher.history.store)
         self._training = Training()
 
+    def link(self) -> dict[str, object]:
+        """A plain copy of the model from the device to pinned host memory, and back: the floor of an anchor."""
+        flat, size = self._state.flat, LINK_NBYTES // 2
+        chunks = [flat[at : at + size] for at in range(0, len(flat), size)]
+        host = torch.empty(len(chunks[0]), dtype=torch.int16, pin_memory=torch.cuda.is_available())
+        pairs = [(host[: len(chunk)], chunk) for chunk in chunks]
+        there = wall(lambda: [to.copy_(chunk, non_blocking=True) for to, chunk in pairs])
+        spare = torch.empty_like(chunks[0])
+        back = wall(lambda: [spare[: len(held)].copy_(held, non_blocking=True) for held, _ in pairs])
+        return {"nbytes": 2 * len(flat), "to_host_s": there, "to_device_s": back}
+
     def first(self) -> dict[str, object]:
         """An anchor, put and read."""
         publish_s = wall(lambda: self._publisher.publish(self._weights, version=0))
-        found: dict[str, object] = {"elements": sum(map(torch.numel, self._weights.values())), "publish_s": publish_s}
+        known = {"tensors": len(self._weights), "elements": sum(map(torch.numel, self._weights.values()))}
+        found: dict[str, object] = {**known, "publish_s": publish_s}
         if self._live is not None:
             found["sync_s"] = wall(lambda: self._subscriber.sync(self._live))
         return found

@@ -31,6 +31,12 @@ def shapes_of(elements: int) -> list[tuple[int, ...]]:
     return [(vocabulary, width), *(shape for _ in range(layers) for shape in layer), (vocabulary, width)]
 
 
+def alike(tensors: int, elements: int) -> list[tuple[int, ...]]:
+    """So many square matrices of one size, of about this many weights in all."""
+    rows = max(1, math.isqrt(elements // tensors))
+    return [(rows, rows)] * tensors
+
+
 def state_like(shapes: list[tuple[int, ...]], device: str) -> State:
     """Memory for a version; every tensor begins at an address that 256 divides."""
     starts, at = [], 0

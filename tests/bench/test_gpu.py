@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import children, grpo_run, peers
+from bench.gpu import children, grpo_run, learner, peers
 from bench.gpu.children import Results
 
 SENDS = "import json, sys; print(json.dumps({'found': 1}), flush=True); "
@@ -69,9 +69,9 @@ def test_what_others_do_finds_and_writes_the_same_changes() -> None:
 def test_a_run_of_grpo_counts_what_its_steps_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with a model of a few thousand weights: the same code as on a device."""
     monkeypatch.setattr(grpo_run, "BACK", 2)
-    monkeypatch.setattr(grpo_run, "MAX_NEW_TOKENS", 2)
+    monkeypatch.setattr(learner, "MAX_NEW_TOKENS", 2)
     found: dict[str, Any] = {}
-    grpo_run.measure_run("cpu", 3, 600.0, lambda name, measure: found.update({name: measure()}))
+    grpo_run.measure_run("cpu", 3, 600.0, 3e-6, lambda name, measure: found.update({name: measure()}))
     assert found["model"]["model"] == "tiny"
     table = found["table"]
     one, back = table["changed"], table["changed_over_2"]
@@ -80,4 +80,4 @@ def test_a_run_of_grpo_counts_what_its_steps_change(monkeypatch: pytest.MonkeyPa
     for at, both in enumerate(back):
         assert abs(one[at] - one[at + 1]) <= both <= one[at] + one[at + 1]
     assert 0 < max(one) == pytest.approx(1 - table["sparsity"]["lowest"])
-    assert grpo_run.reward(" 7\n9", 7) == 1.0 > grpo_run.reward("-7", 7) > grpo_run.reward("seven", 7) == 0.0
+    assert learner.reward(" 7\n9", 7) == 1.0 > learner.reward("-7", 7) > learner.reward("seven", 7) == 0.0
