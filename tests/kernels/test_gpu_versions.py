@@ -287,10 +287,10 @@ def test_spans_are_checked_and_written_together(
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_of_two_patches_that_are_staged_the_host_decodes_the_second(
+def test_the_second_of_two_patches_is_decoded_on_the_device_too(
     the_device: TheDevice, coding: Coding, staged: bool
 ) -> None:
-    """It changes what the first one leads to, which lies nowhere yet; but it does where each is written at once."""
+    """Staged, it changes what the first one leads to: of that, a copy of the tiles that change is made there."""
     trainer = {"up": torch.randn(13, 17).bfloat16(), "still": torch.randn(700, dtype=torch.float64)}
     live = the_device.put(trainer)
     publisher = pulse.Publisher("memory://", codec="context")
@@ -302,9 +302,34 @@ def test_of_two_patches_that_are_staged_the_host_decodes_the_second(
             subscriber.sync(live)
     assert coding.coded == []  # the trainer's weights are in host memory
     report = subscriber.stage(live).apply() if staged else subscriber.sync(live)
-    assert [name for name, _ in coding.coded] == ["decode_segments"] * (1 if staged else 2)
+    assert [name for name, _ in coding.coded] == ["decode_segments"] * 2
+    assert coding.read == []
     assert (report.route, report.patches) == ("patches", 2)
     assert bits_of(live) == bits_of(trainer)
+
+
+@pytest.mark.parametrize("codec", ["gap", "context"])
+def test_skip_patches_are_made_where_the_baseline_is(the_device: TheDevice, coding: Coding, codec: CodecName) -> None:
+    """The bytes are those of a host, and no bits are read through it."""
+    shapes = {"layers.0.up": (5, 9), "layers.1.up": (5, 9), "norm": (7,), "head": (600, 40)}
+    here = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    there, live = the_device.put(here), the_device.put(here)
+    host, device = (pulse.Publisher("memory://", codec=codec, baseline=kept_on) for kept_on in PLACES)
+    subscriber = pulse.Subscriber(device.history.store)
+    for version in range(6):
+        for publisher, weights in ((host, here), (device, there)):
+            if version:
+                step({**weights, "head": weights["head"][480:560]}, version)
+            coding.read = []
+            report = publisher.publish(weights, version=version)
+            assert (report.skip_nbytes > 0, report.warning) == (version == 4, None)
+        assert version == 0 or coding.read == []
+        if version == 0:
+            subscriber.sync(live)
+    assert len(patches(device)) == 6
+    assert sorted(patches(host)) == sorted(patches(device))
+    assert subscriber.stage(live).apply().patches == 2
+    assert bits_of(live) == bits_of(there) == bits_of(here)
 
 
 def test_a_host_receives_what_a_device_publishes_and_the_reverse(the_device: TheDevice, searched: list[int]) -> None:

@@ -85,6 +85,7 @@ class OldReader(NamedTuple):
 
     read: Read
     copy: Callable[[NDArray[np.int64]], MemoryRows] | None = None  # those of several at once; None to read each
+    device: Device = HOST  # in whose memory the copies are
     first: int = 0  # the number of the first segment
 
     def one(self, number: int) -> UIntArray:

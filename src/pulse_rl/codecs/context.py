@@ -61,6 +61,7 @@ PLAIN = -1  # in place of a class: of a segment whose stream is its new elements
 # takes some 20 ns: 1/32 bit on a link of 1.6 Mbit/s. Of FP8 views, a fifth to a third of the time for 5 % of bytes.
 ONE_BYTE_PRICE = 64
 ALL = 1 << 62  # on a device, which codes segments one beside the other: it takes as many as it has memory for
+COPIED = 1 << 28  # on a device, where the old bits are copied first: 512 MB of BF16
 
 
 class ContextCodec:
@@ -266,8 +267,8 @@ class _Group:
         self._runs = [run for _, run in runs]
         self._run = np.repeat(np.arange(len(runs)), [len(some) for some in chosen])  # of each segment
         self._place = np.concatenate(chosen)  # of each segment in its run
-        # Kernels use the old bits that lie on one device.
-        devices = {run.device for _, run in runs} if usable.all() else {HOST}
+        # Kernels use the old bits that lie on one device, or copies of them.
+        devices = {run.device if usable.all() else run.old.device for _, run in runs}
         self._device = devices.pop() if len(devices) == 1 else HOST
         here = zip((run for _, run in runs), chosen, strict=True)
         places = [(*run.memory.of(some)[:4], np.full(len(some), run.device is self._device)) for run, some in here]
@@ -277,7 +278,7 @@ class _Group:
     def batches(self, numbers: Ints | None = None) -> list[Ints]:
         """Some of the segments, or all, in the runs that one call takes."""
         chosen = np.arange(len(self.sizes)) if numbers is None else numbers
-        most = _batch(self._device if self._usable.all() else None)
+        most = _batch(self._device, self._usable.all())
         return [chosen[some] for some in sliced(self.sizes[chosen], most)]
 
     def measure(self, batch: Ints) -> model.ExponentCounts:
@@ -335,11 +336,11 @@ class _Group:
         return run.every(int(self._place[number])).tobytes()
 
 
-def _batch(device: Device | None) -> int:
-    """Elements of the segments that one call takes. device: where the old bits lie; None where they are read first."""
-    if device is None:
-        return READ_BATCH
-    return BATCH if device is HOST else ALL
+def _batch(device: Device, lying: bool) -> int:
+    """Elements of the segments that one call takes. device: where the old bits lie, or copies of them are made."""
+    if device is not HOST:
+        return ALL if lying else COPIED
+    return BATCH if lying else READ_BATCH
 
 
 def _sample(classes: Ints, sizes: Ints, changed: Ints) -> Ints:
@@ -404,11 +405,15 @@ class _Segments(NamedTuple):
     read: OldReader
     old: OldBits | None
 
+    @property
+    def _device(self) -> Device:
+        return self.read.device if self.old is None else self.old.device
+
     def decode(self) -> Changes:
         """Their changes."""
         plain = self.classes == PLAIN
         apart = [self._plain(number) for number in np.flatnonzero(plain).tolist()]
-        coded, least = np.flatnonzero(~plain), _batch(self.old.device if self.old else None)
+        coded, least = np.flatnonzero(~plain), _batch(self._device, self.old is not None)
         found = [self._coded(coded[some]) for some in sliced(self.specs.sizes[coded], least)]
         if not apart:
             return _joined(found)
@@ -423,13 +428,10 @@ class _Segments(NamedTuple):
         dtype, sizes, changed, strides, phases = self.specs.of(some)
         kind = coding.Kind(field_of(dtype), ITEMSIZES[dtype], strides, phases, self.classes[some])
         streams, places = self.streams.of(some), self.places[some]
-        if self.old is None:
-            old = OldBits(self.read.several(places), HOST)
-        else:
-            old = self.old.of(places)
         edges = np.concatenate([[0], np.cumsum(changed)])
-        with old.device.coder() as coder:
-            decoded = coder.decode_segments(streams, old.memory, kind, self.starts, edges)
+        with self._device.coder() as coder:
+            memory = self.read.several(places) if self.old is None else self.old.memory.of(places)
+            decoded = coder.decode_segments(streams, memory, kind, self.starts, edges)
         if isinstance(decoded, int):
             raise FormatError(
                 f"context segment: a stream of {streams.ends[decoded] - streams.begins[decoded]} bytes does not hold "

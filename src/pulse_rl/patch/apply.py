@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from pulse_rl.codecs.base import Decoded
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, IntegrityError
-from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch
 from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
@@ -356,5 +355,4 @@ class Application:
 
 def _gained(device: Device, lying: Lying, parts: Parts) -> int:
     """What the digest gains by changes of segments, mod 2^64."""
-    laid = parts.laid(lying.values.itemsize)
-    return device.spots_delta(*lying) if laid is None else cpu.spots_delta(*lying, laid)
+    return device.spots_delta(*lying, parts.laid(lying.values.itemsize))

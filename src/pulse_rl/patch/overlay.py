@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from pulse_rl.disk import map_open_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.segments import CutGroup, Entry, Segments
 from pulse_rl.weights.bits import Bits
@@ -105,15 +104,6 @@ class Laid(NamedTuple):
         elif len(numbers):
             at = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         return cpu.Elements(counts, indices[at], values[at])
-
-    def copy(self, numbers: NDArray[np.int64], spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int) -> MemoryRows:
-        """The elements of some segments, ascending, with what it holds of them.
-
-        spots, sizes: where they lie in memory, of all their elements; and how many those are.
-        """
-        copy = cpu.copy_spots(spots, sizes, self.of(numbers, itemsize))
-        begins = np.uint64(copy.ctypes.data) + (itemsize * (np.cumsum(sizes) - sizes)).view(np.uint64)
-        return MemoryRows(begins, np.ones_like(sizes), sizes, itemsize * sizes, copy)
 
     def over(self, number: int, rows: UIntArray) -> UIntArray:
         """The elements of a segment with what it holds of them. rows: as `codecs.base.Read` gives them. (size,)"""

@@ -68,8 +68,10 @@ class Work:
 
     def decode(self) -> list[Decoded]:
         """The changes."""
-        copy = None if self.laid is None or self.windows is not None else self._copy
-        return self.units.decode(self.numbers - self.span.numbers.start, OldReader(self._read, copy), self.old)
+        reader = OldReader(self._read)
+        if self.laid is not None and self.windows is None:
+            reader = OldReader(self._read, self._copy, self.device)
+        return self.units.decode(self.numbers - self.span.numbers.start, reader, self.old)
 
     def _read(self, place: int) -> UIntArray:
         number = int(self.numbers[place])
@@ -82,7 +84,8 @@ class Work:
         assert self.laid is not None
         assert self.spots is not None
         itemsize = ITEMSIZES[self.part.table[int(self.owners[places[0]])].dtype]
-        return self.laid.copy(self.numbers[places], self.spots.of(places), self.sizes[places], itemsize)
+        laid = self.laid.of(self.numbers[places], itemsize)
+        return self.device.copy_spots(self.spots.of(places), self.sizes[places], laid)
 
     def laid_at(self, some: slice, itemsize: int) -> cpu.Elements | None:
         """What counts as if memory held it already, of what is held of some of them, all of one width."""
@@ -206,7 +209,7 @@ def plan(
     """
     budget = keep_nbytes
     device = derived(live, device_of)
-    overlay = before.overlay() if before is not None and device is HOST and not shared and not overlapping else None
+    overlay = before.overlay() if before is not None and not shared and not overlapping else None
     several = None if overlay is None else overlay.on([part.segments for part in parts])
     for number, part in enumerate(parts):
         laid = None if several is None else several[number]
@@ -224,7 +227,7 @@ def plan(
             assert before is not None
             tensors, laid = _tensors(live, part.table, before.by_name()), None
         together = device is not HOST and part.codec.conditional  # a device decodes as many at once as it can
-        for span, units in part.opened(partial(_joined, lying, changing) if before is None and together else None):
+        for span, units in part.opened(partial(_joined, lying, changing) if here and together else None):
             first, stop = span.numbers.start, span.numbers.stop
             here_too = lying.held[first:stop] & changing[first:stop]
             needed = np.logical_or.reduceat(here_too, np.cumsum(units.sizes) - units.sizes)

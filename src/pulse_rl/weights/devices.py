@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.errors import MissingExtraError, install_hint
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import Differences, Spots, coding
-from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts, Streams
+from pulse_rl.kernels.cpu import Differences, Elements, Spots, coding
+from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts, Streams, memory_from
 from pulse_rl.logs import logger
 
 if TYPE_CHECKING:
@@ -57,8 +57,17 @@ class Device(Protocol):
     """What the kernels of a device do. Arguments and results as in `kernels.cpu.spots` and `states`."""
 
     def spots_delta(
-        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+        self,
+        spots: Spots,
+        counts: NDArray[np.int64],
+        indices: NDArray[np.uint32],
+        values: UIntArray,
+        laid: Elements | None = None,
+        before: UIntArray | None = None,
     ) -> int: ...
+
+    def copy_spots(self, spots: Spots, sizes: NDArray[np.int64], laid: Elements) -> MemoryRows:
+        """A copy there of segments, as if they held the elements that are laid over them."""
 
     def write_spots(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
@@ -80,6 +89,10 @@ class Host:
 
     spots_delta = staticmethod(cpu.spots_delta)
     digest = staticmethod(cpu.digest_spots)
+
+    def copy_spots(self, spots: Spots, sizes: NDArray[np.int64], laid: Elements) -> MemoryRows:
+        copy = cpu.copy_spots(spots, sizes, laid)
+        return memory_from(copy.ctypes.data, np.cumsum(sizes) - sizes, sizes, copy.itemsize, copy)
 
     def write_spots(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
@@ -141,12 +154,30 @@ class Cuda:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def spots_delta(
-        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+        self,
+        spots: Spots,
+        counts: NDArray[np.int64],
+        indices: NDArray[np.uint32],
+        values: UIntArray,
+        laid: Elements | None = None,
+        before: UIntArray | None = None,
     ) -> int:
-        from pulse_rl.kernels.gpu.spots import spots_delta
+        from pulse_rl.kernels.gpu.spots import gather_spots, spots_delta
 
         with self.own_stream():
-            return spots_delta(spots, counts, indices, values)
+            if laid is None and before is None:
+                return spots_delta(spots, counts, indices, values)
+            held = gather_spots(spots, counts, indices, values)
+        if before is not None:
+            before[:] = held
+            held = before
+        return cpu.spots_delta(spots, counts, indices, values, laid, held, reads=False)
+
+    def copy_spots(self, spots: Spots, sizes: NDArray[np.int64], laid: Elements) -> MemoryRows:
+        from pulse_rl.kernels.gpu.spots import copy_spots
+
+        with self.own_stream():
+            return copy_spots(spots, sizes, laid)
 
     def write_spots(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray

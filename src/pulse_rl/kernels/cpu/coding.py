@@ -56,6 +56,15 @@ def memory_at(places: Sequence[Lies], held: object) -> MemoryRows:
     return MemoryRows(addresses.view(np.uint64), rows, runs, apart, held)
 
 
+def memory_from(
+    address: int, begins: NDArray[np.int64], sizes: NDArray[np.int64], itemsize: int, held: object
+) -> MemoryRows:
+    """Segments that lie from an address on, each in one row. begins, sizes: (segments,) in elements."""
+    return MemoryRows(
+        np.uint64(address) + (itemsize * begins).view(np.uint64), np.ones_like(sizes), sizes, itemsize * sizes, held
+    )
+
+
 def joined_memory(several: Sequence[MemoryRows]) -> MemoryRows:
     """That of segments one after another."""
     if len(several) == 1:

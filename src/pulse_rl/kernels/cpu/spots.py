@@ -127,7 +127,7 @@ def store(typingctx: Any, values: Any, address: Any, index: Any, value: Any) -> 
 
 
 @kernel
-def _spots_delta(spots, counts, indices, values, laid, before, places, wheres):
+def _spots_delta(spots, counts, indices, values, laid, before, reads, places, wheres):
     itemsize = np.uint64(values.itemsize)
     s, k = 0, np.int64(0)
     while s < counts.shape[0]:
@@ -139,11 +139,12 @@ def _spots_delta(spots, counts, indices, values, laid, before, places, wheres):
                 row = np.uint32(indices[j] // run)  # a division of 32 bits takes a third of the time of one of 64
                 column = np.int64(np.uint32(indices[j] - row * run))
                 wheres[j] = address + np.uint64(np.int64(row) * apart + column) * itemsize
-                ask_for(values, wheres[j], 0)
+                if reads:
+                    ask_for(values, wheres[j], 0)
                 places[j] = position + np.uint64(np.int64(row) * stride + column) * C1
             k += counts[s]
             s += 1
-        for j in range(begun, k):
+        for j in range(begun, k if reads else begun):
             before[j] = load(values, wheres[j], 0)
     k, at = np.int64(0), np.int64(0)
     for s in range(laid.counts.shape[0]):
@@ -184,17 +185,20 @@ def spots_delta(
     values: UIntArray,
     laid: Elements | None = None,
     before: UIntArray | None = None,
+    *,
+    reads: bool = True,
 ) -> int:
     """The change of the digest, mod 2^64, if elements get new values.
 
     counts: (segments,) changes of each. indices, values: (k,) of all. laid: elements of these segments that count as if
-    they held other bits than memory. before: gets the bits that the changed elements hold.
+    they held other bits than memory. before: gets the bits that the changed elements hold. reads: whether from memory;
+    otherwise it has what memory holds.
     """
     before = np.empty_like(values) if before is None else before
     places, wheres = buffer("places", len(values), np.uint64), buffer("wheres", len(values), np.uint64)
     indices, values = read_only(indices), read_only(values)
     laid = Elements(counts[:0], indices[:0], values[:0]) if laid is None else laid.read_only()
-    return int(_spots_delta(spots, counts, indices, values, laid, before, places, wheres))
+    return int(_spots_delta(spots, counts, indices, values, laid, before, reads, places, wheres))
 
 
 @kernel

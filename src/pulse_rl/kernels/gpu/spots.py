@@ -9,12 +9,12 @@ from numba import cuda
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
-from pulse_rl.kernels.cpu.coding import MemoryRows
+from pulse_rl.kernels.cpu.coding import MemoryRows, memory_from
 from pulse_rl.kernels.cpu.digests import C2, mixed
-from pulse_rl.kernels.cpu.spots import Spots
+from pulse_rl.kernels.cpu.spots import Elements, Spots
 from pulse_rl.kernels.cpu.states import Differences
 from pulse_rl.kernels.gpu import digests
-from pulse_rl.kernels.gpu.changes import find, find_wrong, scatter_all
+from pulse_rl.kernels.gpu.changes import find, find_wrong, gather_all, scatter_all
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     add_together,
@@ -22,15 +22,17 @@ from pulse_rl.kernels.gpu.device import (
     download,
     empty,
     example,
+    itemsize_of,
     launch,
     twin,
     upload,
     zeros,
 )
 from pulse_rl.kernels.gpu.digests import Flat, place_term
-from pulse_rl.kernels.gpu.regions import DeviceRegions, Lines, Regions, element, region_of
+from pulse_rl.kernels.gpu.regions import TILE, DeviceRegions, Lines, Regions, element, region_of
 
 _mixed = twin(mixed)
+ALIGNED = 256  # bytes
 
 
 # Two states
@@ -111,6 +113,12 @@ class Overwrites:
         launch(_delta, -(-len(self._changes[1]) // THREADS), THREADS, *known, *self._changes, total)
         return int(download(total)[0])
 
+    def held(self) -> UIntArray:
+        """The bits that memory holds of them. Waits."""
+        found = empty(len(self._changes[1]), UINTS[self._lines.itemsize])
+        gather_all(self._lines, *self._changes[:2], found)
+        return download(found)
+
     def write(self) -> int | None:
         """Give elements their new values, and read them back. Waits, for that is a proof.
 
@@ -129,3 +137,39 @@ def spots_delta(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
 def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> int | None:
     """As `cpu.write_spots` of segments on the device, of changes in host memory. Waits."""
     return Overwrites(spots, counts, indices, values).write()
+
+
+def gather_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> UIntArray:
+    """The bits that memory on the device holds of elements of segments. Waits. values: as of `spots_delta`."""
+    return Overwrites(spots, counts, indices, values).held()
+
+
+# Copies
+
+
+@cuda.jit
+def _copy(like, layout, tiles, begins, copies):
+    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    r = tiles.owners[tile]
+    size, elements = tiles.sizes[r], TILE * (16 // itemsize_of(like))
+    first = (tile - tiles.firsts[r]) * elements
+    for i in range(first + thread, min(first + elements, size), THREADS):
+        copies[begins[r] + i] = element(like, layout, r, np.int64(i))
+
+
+def copy_spots(spots: Spots, sizes: NDArray[np.int64], laid: Elements) -> MemoryRows:
+    """A copy of segments on the device, as if they held the elements that are laid over them. Waits for no kernel.
+
+    Each begins at an address that 256 divides.
+    """
+    itemsize = laid.values.itemsize
+    regions = _regions(spots, sizes, itemsize)
+    rounded = -(-sizes * itemsize // ALIGNED) * ALIGNED // itemsize
+    begins = np.cumsum(rounded) - rounded
+    copies = empty(int(rounded.sum()), UINTS[itemsize])
+    launch(_copy, regions.count, THREADS, example(itemsize), regions.layout, regions.tiles, upload(begins), copies)
+    memory = memory_from(copies.data_ptr(), begins, sizes, itemsize, copies)
+    if len(laid.indices):
+        edges = upload(np.concatenate([[0], np.cumsum(laid.counts)]))
+        scatter_all(Regions(memory, itemsize), edges, upload(laid.indices), upload(laid.values))
+    return memory
