@@ -118,7 +118,7 @@ def held(bits: list[NDArray[Any]], *, shift: int) -> list[Held]:
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_changes_of_many_tensors(width: int, shift: int) -> None:
+def test_changes_of_many_tensors(width: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found with the bits that they replace, read, written and read back, and digested: against each tensor's own."""
     old = several(width, 1)
     new = [with_changes(each, 0.15, i) for i, each in enumerate(old)]
@@ -142,6 +142,9 @@ def test_changes_of_many_tensors(width: int, shift: int) -> None:
     flat = flat_of(live)
     base, delta = digests.digest(regions, flat), digests.delta(regions, flat, found, indices, replaced, values)
     assert device.download(base)[0] == digest_of(old, flat)
+    for blocks in (1, 3):  # a block sums parts of tensors, and several
+        monkeypatch.setattr(digests, "BLOCKS", blocks)
+        assert device.download(digests.digest(regions, flat))[0] == device.download(base)[0]
     changes.scatter_all(regions, found, indices, values)
     assert [one.read().tolist() for one in live] == [each.reshape(-1).tolist() for each in new]
     assert device.download(changes.find_wrong(regions, found, indices, values))[0] == 0

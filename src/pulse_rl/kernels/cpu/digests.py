@@ -11,8 +11,8 @@ from pulse_rl.kernels.cpu.compiled import inlined, kernel
 # Odd 64-bit constants: the golden ratio's fraction (Steele et al., SplitMix64) and MurmurHash3's first multiplier.
 C1 = np.uint64(0x9E3779B97F4A7C15)
 C2 = np.uint64(0x87C37B91114253D5)
-_M1 = np.uint64(0xFF51AFD7ED558CCD)  # MurmurHash3's 64-bit finalizer
-_M2 = np.uint64(0xC4CEB9FE1A85EC53)
+M1 = np.uint64(0xFF51AFD7ED558CCD)  # MurmurHash3's 64-bit finalizer
+M2 = np.uint64(0xC4CEB9FE1A85EC53)
 _33 = np.uint64(33)
 
 
@@ -20,9 +20,9 @@ _33 = np.uint64(33)
 def mixed(x):
     """MurmurHash3's finalizer."""
     x ^= x >> _33
-    x *= _M1
+    x *= M1
     x ^= x >> _33
-    x *= _M2
+    x *= M2
     x ^= x >> _33
     return x
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels.cpu.coding import MemoryRows, memory_from
-from pulse_rl.kernels.cpu.digests import C2, mixed
+from pulse_rl.kernels.cpu.digests import C2
 from pulse_rl.kernels.cpu.spots import Elements, Spots
 from pulse_rl.kernels.cpu.states import Differences
 from pulse_rl.kernels.gpu import digests
@@ -24,14 +24,12 @@ from pulse_rl.kernels.gpu.device import (
     example,
     itemsize_of,
     launch,
-    twin,
     upload,
     zeros,
 )
-from pulse_rl.kernels.gpu.digests import Flat, place_term
+from pulse_rl.kernels.gpu.digests import Flat, mixed, place_term
 from pulse_rl.kernels.gpu.regions import TILE, DeviceRegions, Lines, Regions, element, region_of
 
-_mixed = twin(mixed)
 ALIGNED = 256  # bytes
 
 
@@ -85,8 +83,8 @@ def _delta(like, layout, flat, times, edges, indices, values, total):
     if j < indices.shape[0]:
         r, i = region_of(edges, j), np.int64(indices[j])
         place = place_term(flat, r, layout.runs[r], i)
-        old = _mixed(place + np.uint64(element(like, layout, r, i)) * C2)
-        gained = np.uint64(times[r]) * (_mixed(place + np.uint64(values[j]) * C2) - old)
+        old = mixed(place + np.uint64(element(like, layout, r, i)) * C2)
+        gained = np.uint64(times[r]) * (mixed(place + np.uint64(values[j]) * C2) - old)
     add_together(shared, total, gained)
 
 
