@@ -14,12 +14,15 @@ from pulse_rl.kernels.gpu.device import (
     DeviceArray,
     device,
     empty,
+    high_word,
     itemsize_of,
     launch,
+    low_word,
     zeros,
 )
-from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions
+from pulse_rl.kernels.gpu.regions import TILE, Regions
 
+PLACERS = 64  # threads that place what a tile holds: most masks are empty, so a thread reads many
 GROUP = 4 * THREADS  # tiles whose counts a block adds up
 
 _U0 = np.uint64(0)
@@ -51,18 +54,18 @@ def below(low, high, width, mask, bound):
 
 
 @device
-def _lowest(bits):
-    """The number of the lowest bit that is set."""
-    return cuda.popc((bits & -bits) - 1)
+def _lowest(word):
+    """The number of the lowest bit that is set in a word of 64 bits."""
+    return cuda.popc(~word & (word - np.uint64(1)))
 
 
 @device
-def _exclusive(shared, thread, value):
-    """The sum of the values of the block's threads before this one. shared: (THREADS,)."""
+def _exclusive(shared, thread, value, threads):
+    """The sum of the values of the block's threads before this one. shared: (threads,)."""
     shared[thread] = value
     cuda.syncthreads()
     step = 1
-    while step < THREADS:
+    while step < threads:
         more = shared[thread - step] if thread >= step else np.int64(0)
         cuda.syncthreads()
         shared[thread] += more
@@ -74,40 +77,47 @@ def _exclusive(shared, thread, value):
 
 
 @device
-def _bits_before(shared, thread, masks, first):
-    """How many bits the threads before this one hold, each of which holds UNITS masks of a tile."""
-    count = 0
-    for u in range(UNITS):
-        count += cuda.popc(int(masks[first + u]))
-    return _exclusive(shared, thread, np.int64(count))
+def _word(masks, number):
+    """A word of 64 bits of the masks from an address on."""
+    at = masks + np.uint64(16 * (number // 2))
+    return low_word(at) if number % 2 == 0 else high_word(at)
 
 
 def placer(fill):
-    """The kernel of a second pass, a block for each tile, in which `fill` writes what was found to its place.
+    """The kernel of a second pass, a block of PLACERS threads for each tile, in which `fill` writes what was found.
 
     fill(like, state, r, i, k, out): element i of region r is result k. `out.indices` says how many have a place.
+    masks: the address of the masks of all units.
     """
 
     @cuda.jit
     def place(like, state, tiles, masks, offsets, out):
-        shared = cuda.shared.array(THREADS, np.int64)
+        shared = cuda.shared.array(PLACERS, np.int64)
         tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        if offsets[tile] == offsets[tile + 1]:
+        begin, end = offsets[tile], offsets[tile + 1]
+        if begin == end:
             return
         each = 16 // itemsize_of(like)
+        lanes = max(each, 8)  # bits of a mask
+        units = TILE // PLACERS  # of a thread
+        words = units * lanes // 64
+        mine = masks + np.uint64(8 * words * (tile * PLACERS + thread))
+        count = 0
+        for w in range(words):
+            count += cuda.popc(_word(mine, w))
         r = tiles.owners[tile]
-        first = tile * TILE + thread * UNITS
-        k = offsets[tile] + _bits_before(shared, thread, masks, first)
-        i = ((tile - tiles.firsts[r]) * TILE + thread * UNITS) * each
-        for u in range(UNITS):
-            m = int(masks[first + u])
-            while m != 0 and k < out.indices.shape[0]:
-                out.indices[k] = i + u * each + _lowest(m)
-                m &= m - 1
+        k = begin + _exclusive(shared, thread, np.int64(count), PLACERS)
+        i = ((tile - tiles.firsts[r]) * TILE + thread * units) * each
+        for w in range(words):
+            m = _word(mine, w)
+            while m != _U0 and k < out.indices.shape[0]:
+                bit = 64 * w + _lowest(m)
+                out.indices[k] = i + bit // lanes * each + bit % lanes
+                m &= m - np.uint64(1)
                 k += 1
         cuda.syncthreads()
         # A thread for each result: loads of neighbours are under way together.
-        for at in range(offsets[tile] + thread, min(offsets[tile + 1], out.indices.shape[0]), THREADS):
+        for at in range(begin + thread, min(end, out.indices.shape[0]), PLACERS):
             fill(like, state, r, np.int64(out.indices[at]), at, out)
 
     return place
@@ -122,7 +132,7 @@ def _sum_groups(counts, sums):
         at = cuda.blockIdx.x * GROUP + j * THREADS + thread
         if at < counts.shape[0]:
             total += counts[at]
-    before = _exclusive(shared, thread, total)
+    before = _exclusive(shared, thread, total, THREADS)
     if thread == THREADS - 1:
         sums[cuda.blockIdx.x] = before + total
 
@@ -137,7 +147,7 @@ def _sums_before(sums):
     for start in range(0, sums.shape[0], THREADS):
         at = start + thread
         value = sums[at] if at < sums.shape[0] else np.int64(0)
-        before = _exclusive(shared, thread, value)
+        before = _exclusive(shared, thread, value, THREADS)
         if at < sums.shape[0]:
             sums[at] = carried + before
         if thread == THREADS - 1:
@@ -155,7 +165,7 @@ def _add_up(counts, sums, offsets):
     total = np.int64(0)
     for at in range(first, min(first + 4, counts.shape[0])):
         total += counts[at]
-    place = sums[cuda.blockIdx.x] + _exclusive(shared, thread, total)
+    place = sums[cuda.blockIdx.x] + _exclusive(shared, thread, total, THREADS)
     if first == 0:
         offsets[0] = 0
     for at in range(first, min(first + 4, counts.shape[0])):
@@ -177,6 +187,11 @@ class Marks:
         self._regions = regions
         self.masks: DeviceArray = empty(regions.count * TILE, np.uint16 if regions.itemsize == 1 else np.uint8)
         self.counts: DeviceArray = empty(regions.count, np.int32)
+
+    @property
+    def address(self) -> np.uint64:
+        """Where the masks lie."""
+        return np.uint64(self.masks.data_ptr())
 
     def add_up(self) -> tuple[DeviceArray, DeviceArray]:
         """Where the results of each tile begin, (tiles + 1,), and those of each region, (regions + 1,)."""

@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda
 
 from pulse_rl.dtypes import UINTS
-from pulse_rl.kernels.gpu.bits import Marks, differing, placer
+from pulse_rl.kernels.gpu.bits import PLACERS, Marks, differing, placer
 from pulse_rl.kernels.gpu.casts import four, rounded
 from pulse_rl.kernels.gpu.device import (
     THREADS,
@@ -185,7 +185,7 @@ def find(
     offsets, edges = marks.add_up()
     kept = empty(1, UINTS[old.itemsize]) if replaced is None else bits_of(replaced)
     found = _Found(indices, values, int(replaced is not None), kept)
-    launch(_place, old.count, THREADS, like, states, old.tiles, marks.masks, offsets, found)
+    launch(_place, old.count, PLACERS, like, states, old.tiles, marks.address, offsets, found)
     return edges
 
 

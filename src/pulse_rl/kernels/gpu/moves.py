@@ -11,7 +11,7 @@ from pulse_rl.dtypes import Field
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.arrays import LANES
 from pulse_rl.kernels.cpu.moves import Moves
-from pulse_rl.kernels.gpu.bits import Marks, below, placer
+from pulse_rl.kernels.gpu.bits import PLACERS, Marks, below, placer
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
@@ -159,7 +159,7 @@ def find_hot(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> H
     found = HotElements(edges, empty(count, np.uint32), empty(count, np.uint16))
     if count:
         like, searched = example(regions.itemsize), _Searched(regions.layout, *_field(field))
-        launch(_place, regions.count, THREADS, like, searched, regions.tiles, marks.masks, offsets, found)
+        launch(_place, regions.count, PLACERS, like, searched, regions.tiles, marks.address, offsets, found)
     return found
 
 
