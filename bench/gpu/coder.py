@@ -20,9 +20,10 @@ from bench.gpu.bandwidth import DENSITIES, fitting
 from bench.gpu.children import Keep
 from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs import context
-from pulse_rl.codecs.base import OldBits, OldReader, SegmentChanges, SegmentSpec, run_of, specs_of
-from pulse_rl.kernels.cpu.coding import Lies, memory_at
-from pulse_rl.kernels.gpu import changes, coding, device
+from pulse_rl.codecs.base import OldBits, OldReader, Run, Specs, cut
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels.cpu.coding import joined_memory, memory_of
+from pulse_rl.kernels.gpu import changes, device
 from pulse_rl.kernels.gpu.regions import regions_of
 from pulse_rl.weights import devices
 from pulse_rl.weights.changes import Changes
@@ -53,11 +54,9 @@ class Timed(devices.Cuda):
             yield cast("devices.Coder", SimpleNamespace(**{name: partial(call, name) for name in names}))
 
 
-def segments_of(
-    old: State, new: State, elements: int, there: devices.Cuda
-) -> tuple[list[SegmentChanges], list[SegmentChanges]]:
-    """Segments of the first tensors: with their old bits on the device, and with a copy in host memory."""
-    on_gpu, on_cpu = list[SegmentChanges](), list[SegmentChanges]()
+def runs_of(old: State, new: State, elements: int, there: devices.Cuda) -> tuple[list[Run], list[Run]]:
+    """The first tensors, cut into segments: with their old bits on the device, and with a copy in host memory."""
+    on_gpu, on_cpu = list[Run](), list[Run]()
     for before, after in zip(old.tensors, new.tensors, strict=True):
         if elements <= 0:
             break
@@ -65,47 +64,56 @@ def segments_of(
         flat, target = before.view(-1), after.view(-1)
         size = len(flat)
         elements -= size
-        starts = range(0, size, SEGMENT)
-        parts = [(flat[a : a + SEGMENT], target[a : a + SEGMENT]) for a in starts]
-        cut = regions_of([one for one, _ in parts]), regions_of([one for _, one in parts])
+        starts = np.arange(0, size, SEGMENT)
+        cut_old, cut_new = (regions_of([one[a : a + SEGMENT] for a in starts.tolist()]) for one in (flat, target))
         memory = device.empty(size, np.uint32), device.empty(size, np.uint16), device.empty(size, np.uint16)
-        edges = device.download(changes.find(*cut, *memory))
+        edges = device.download(changes.find(cut_old, cut_new, *memory))
         indices, values, replaced = (device.download(each[: edges[-1]]) for each in memory)
         host = device.download(flat).view("<u2")
-        for number, a in enumerate(starts):
-            mine = slice(edges[number], edges[number + 1])
-            bits = host[a : a + SEGMENT]
-            found = Changes(indices[mine], values[mine])
-            spec = SegmentSpec("BF16", len(bits), len(found.indices), row, a % row)
-            lies = Lies(int(cut[0].memory.addresses[number]), 1, len(bits), 2 * len(bits))
-            part = SegmentChanges(spec, found, lambda bits=bits: bits, replaced[mine])  # type: ignore[misc]
-            on_cpu.append(part)
-            on_gpu.append(part._replace(lies=lies, device=there))
+        sizes = cut_old.sizes
+        copied = memory_of([host[a : a + SEGMENT] for a in starts.tolist()])
+        specs = Specs("BF16", sizes, np.diff(edges), np.full_like(sizes, row), starts % row)
+        read = OldReader(partial(_part, host))
+        found, usable = Changes(indices, values), np.ones(len(sizes), np.bool_)
+        run = Run(specs, edges, found, replaced, read, copied, usable, devices.HOST)
+        on_cpu.append(run)
+        on_gpu.append(run._replace(memory=cut_old.memory, device=there))
     return on_gpu, on_cpu
 
 
-def blocks_of(parts: list[SegmentChanges]) -> list[list[SegmentChanges]]:
-    return [parts[at : at + BLOCK] for at in range(0, len(parts), BLOCK)]
+def _part(bits: UIntArray, number: int) -> UIntArray:
+    return bits[number * SEGMENT : (number + 1) * SEGMENT]
 
 
-def encoded(parts: list[SegmentChanges]) -> list[Block]:
+def _read(block: list[Run], number: int) -> UIntArray:
+    """The old bits of a segment of a block."""
+    for run in block:
+        if number < run.segments:
+            break
+        number -= run.segments
+    return run.old.one(number)
+
+
+def blocks_of(runs: list[Run]) -> Iterator[list[Run]]:
+    left = sum(run.segments for run in runs)
+    return cut(runs, [min(BLOCK, left - at) for at in range(0, left, BLOCK)])
+
+
+def encoded(runs: list[Run]) -> list[Block]:
     """All segments, in blocks of one span."""
     codec = context.ContextCodec()
-    return [codec.encode(list(map(run_of, block)), [len(block)]) for block in blocks_of(parts)]
+    return [codec.encode(block, [sum(run.segments for run in block)]) for block in blocks_of(runs)]
 
 
-def decoded(coded: list[Block], parts: list[SegmentChanges]) -> list[Changes]:
-    """The changes of all segments."""
+def decoded(coded: list[Block], runs: list[Run]) -> list[Changes]:
+    """The changes of all segments, those of a run of a block together."""
     found: list[Changes] = []
-    for (head, (span,)), block in zip(coded, blocks_of(parts), strict=True):
-        specs = specs_of([part.spec for part in block])
-        (opened,) = context.ContextCodec().open(memoryview(head), specs, [len(block)])
-        lies = [part.lies for part in block if part.lies is not None]
-        old = OldBits(memory_at(lies, block), block[0].device) if len(lies) == len(block) else None
-        units = opened(memoryview(span))
-        reader = OldReader(lambda number, block=block: block[number].read())  # type: ignore[misc]
-        decoded = units.decode(np.arange(len(block)), reader, old)
-        found += [changes for each in decoded for changes in each.each()]
+    for (head, (span,)), block in zip(coded, blocks_of(runs), strict=True):
+        count = sum(run.segments for run in block)
+        (opened,) = context.ContextCodec().open(memoryview(head), [run.specs for run in block], [count])
+        old = OldBits(joined_memory([run.memory for run in block]), block[0].device)
+        reader = OldReader(partial(_read, block))
+        found += [each.changes for each in opened(memoryview(span)).decode(np.arange(count), reader, old)]
     return found
 
 
@@ -124,10 +132,9 @@ def measure_coder(elements: int, on_cpu: int, keep: Keep) -> None:
         changed(old, new, share, 5)
         coder = Coder(old, new, on_cpu)
         keep(f"{share:.2%}_against_a_core", coder.against_a_core)
-        for together in (1, 4, 16):
-            keep(f"{share:.2%}_quarter_{together}_coders_a_block", partial(coder.on_device, elements // 4, together))
+        keep(f"{share:.2%}_quarter", partial(coder.on_device, elements // 4))
         if coder.seconds_for(elements) < PATIENCE_S:
-            keep(f"{share:.2%}_whole", partial(coder.on_device, elements, 16))
+            keep(f"{share:.2%}_whole", partial(coder.on_device, elements))
 
 
 class Coder:
@@ -144,9 +151,10 @@ class Coder:
 
     def against_a_core(self) -> dict[str, object]:
         """The same bytes, and the same changes from them."""
-        on_gpu, on_cpu = segments_of(self._old, self._new, self._on_cpu, self._there)
-        elements = sum(part.spec.size for part in on_cpu)
-        decoded(encoded(on_cpu[:1]), on_cpu[:1])  # compiles
+        on_gpu, on_cpu = runs_of(self._old, self._new, self._on_cpu, self._there)
+        elements = sum(int(run.specs.sizes.sum()) for run in on_cpu)
+        one = [on_cpu[0].at(0, 1)]
+        decoded(encoded(one), one)  # compiles
         encode_s, coded = clocked(lambda: encoded(on_cpu))
         decode_s, expected = clocked(lambda: decoded(coded, on_cpu))
         self._cpu_s = {"encode": encode_s / elements, "decode": decode_s / elements}
@@ -156,18 +164,17 @@ class Coder:
         assert all(a.indices.tolist() == b.indices.tolist() and a.values.tolist() == b.values.tolist() for a, b in same)
         return {"elements": elements, "cpu_encode_s": encode_s, "cpu_decode_s": decode_s, "first_encode_s": compiled_s}
 
-    def on_device(self, elements: int, together: int) -> dict[str, object]:
-        """How long the device takes, and how many cores of the CPU take as long. together: coders of a block."""
-        coding.CODERS = together
-        parts, _ = segments_of(self._old, self._new, elements, self._there)
-        count = sum(part.spec.size for part in parts)
+    def on_device(self, elements: int) -> dict[str, object]:
+        """How long the device takes, and how many cores of the CPU take as long."""
+        runs, _ = runs_of(self._old, self._new, elements, self._there)
+        count = sum(int(run.specs.sizes.sum()) for run in runs)
         self._there.taken = {}
-        encode_s, coded = clocked(lambda: encoded(parts))
-        decode_s, _ = clocked(lambda: decoded(coded, parts))
+        encode_s, coded = clocked(lambda: encoded(runs))
+        decode_s, _ = clocked(lambda: decoded(coded, runs))
         self._device_s = (encode_s + decode_s) / count
         return {
             "elements": count,
-            "changes": sum(part.spec.changed for part in parts),
+            "changes": sum(int(run.specs.changed.sum()) for run in runs),
             "nbytes": sum(len(head) + len(span) for head, (span,) in coded),
             "encode_s": encode_s,
             "decode_s": decode_s,

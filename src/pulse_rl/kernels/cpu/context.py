@@ -194,6 +194,14 @@ def _add_size(events, k, at, exponent, size):
 
 
 @inlined
+def _hot_at(hots, exponents, h):
+    """A hot element's index and exponent. They are loaded before the element comes: a device would wait for them."""
+    if h < hots.shape[0]:
+        return np.int64(hots[h]), np.int64(exponents[h])
+    return _I0, _I0
+
+
+@inlined
 def _next(j, hot, moved, threshold):
     """The first change from j on that is hot, or that is cold."""
     exponents = moved.exponents
@@ -203,7 +211,14 @@ def _next(j, hot, moved, threshold):
 
 
 @part
-def _tell(events, place, start, hot, indices, moved, leans, walk):
+def begin_telling(place, start, hot, moved):
+    """Before anything of a segment is told."""
+    first = _next(_I0, hot.indices.shape[0] > 0, moved, start.threshold)
+    return Telling(_I0, first, np.int64(moved.sizes.shape[0]), np.int64(-1), _first_row(place))
+
+
+@part
+def tell(events, place, start, hot, indices, moved, leans, walk):
     """Write what comes next in a segment as events. Returns how many, and how far this is."""
     at = tables(start.share.shape[0])
     share, threshold, hots, exponents = start.share, start.threshold, hot.indices, hot.exponents
@@ -242,24 +257,39 @@ def _tell(events, place, start, hot, indices, moved, leans, walk):
     return k, Telling(h, j, left, last, row)
 
 
+@inlined
+def _has_room(coder, out):
+    """Whether events can be coded: always where they are counted."""
+    return out.shape[0] == 0 or coder.at <= out.shape[0] - SLACK
+
+
 @part
-def encode_stream(out, events, place, start, hot, indices, moved, leans):
-    """Code a segment's changes, or count their bits where out is empty. Returns the bytes of the stream; −1 if it
-    becomes longer than out without its slack."""
-    coder, first = start_encoder(), _next(_I0, hot.indices.shape[0] > 0, moved, start.threshold)
-    walk = Telling(_I0, first, np.int64(indices.shape[0]), np.int64(-1), _first_row(place))
-    while walk.left > 0:
-        count, walk = _tell(events, place, start, hot, indices, moved, leans, walk)
-        if out.shape[0] == 0:
-            count_events(start.states, events, count)
-        elif coder.at > out.shape[0] - SLACK:
-            return -1
-        else:
-            coder = encode_events(coder, out, start.states, events, count)
+def code(coder, out, states, events, count):
+    """Code events while there is room, or count their bits where out is empty. Returns the encoder after them."""
+    if out.shape[0] == 0:
+        count_events(states, events, count)
+    elif _has_room(coder, out):
+        coder = encode_events(coder, out, states, events, count)
+    return coder
+
+
+@part
+def end_coding(coder, out):
+    """The bytes of the stream; −1 if it became longer than out without its slack."""
     if out.shape[0] == 0:
         return 0
-    count = finish(coder, out)
+    count = finish(coder, out) if _has_room(coder, out) else out.shape[0]
     return count if count <= out.shape[0] - SLACK else -1
+
+
+@part
+def encode_stream(out, events, place, start, hot, indices, moved, leans):
+    """Code a segment's changes, or count their bits where out is empty. Returns as `end_coding`."""
+    coder, walk = start_encoder(), begin_telling(place, start, hot, moved)
+    while walk.left > 0 and _has_room(coder, out):
+        count, walk = tell(events, place, start, hot, indices, moved, leans, walk)
+        coder = code(coder, out, start.states, events, count)
+    return end_coding(coder, out)
 
 
 # Decoding. Arguments: data (m,) uint8, untrusted. changed: filled in. leans: as above.
@@ -296,14 +326,16 @@ def decode_stream(data, place, start, hot, leans, changed):
     cold = min(start.threshold, share.shape[0] - 1)
     row, coder = _first_row(place), start_decoder(data)
     h, k, last, count, split = 0, 0, np.int64(-1), indices.shape[0], 0
+    coming = _hot_at(hots, exponents, _I0)
     while k < count:
         if h < hots.shape[0]:
-            i, exponent = np.int64(hots[h]), np.int64(exponents[h])
+            i, exponent = coming
             h += 1
-            row = _row_of(row, place, i)
+            coming = _hot_at(hots, exponents, np.int64(h))
+            row, expected = _row_of(row, place, i), share[exponent]
             # Does the element change?
             changes, coder = decode_bit(coder, data, states, LEVELS * exponent + _level(row))
-            row = _expecting(row, share[exponent])
+            row = _expecting(row, expected)
             if not changes:
                 continue
             # In which direction: the one that its column leans to, or the other?

@@ -1,9 +1,9 @@
 """Many segments of the context codec on the device: their exponents counted, their changes coded and decoded.
 
 The functions are those of `cpu.coding`, with its arguments and its results, of segments whose old bits lie on the
-device. A thread codes a segment with the source of `cpu.context` itself, so that both code the same bytes; segments are
-many, and each one's bits depend on the bits before. What is found by looking at every element (hot elements, exponents)
-is found by whole blocks beforehand.
+device. They run the source of `cpu.context` itself, so that both code the same bytes. A thread decodes a segment, and
+two code one; segments are many, and each one's bits depend on the bits before. What is found by looking at every
+element (hot elements, exponents) is found by whole blocks beforehand.
 
 A batch of segments is coded at once. It takes memory on the device: at most SCRATCH bytes for contexts, columns, masks
 and hot elements, if one segment takes no more, and some 25 bytes for each change.
@@ -18,7 +18,7 @@ from numba import cuda
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, UIntArray
-from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.kernels.cpu import context, moves, rangecoder
 from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts, Streams
 from pulse_rl.kernels.cpu.context import Changed, Place, Start
 from pulse_rl.kernels.cpu.moves import Hot, Moves
@@ -41,15 +41,15 @@ from pulse_rl.kernels.gpu.regions import Regions, element
 
 SCRATCH = 1 << 30  # bytes that a batch of segments takes on the device at most, changes apart
 HOT_NBYTES = 6  # of a hot element
-WRITING_NBYTES = SLACK + 2 * EVENTS  # of a segment, for what is written at once
+HALVES = 2 * EVENTS  # words: events are coded in one half while those that follow are put into the other
 WARP = 32  # threads that take one branch at a time, of which one codes: it waits for no other one's branches
-# Warps of a block. A call has at most 1,024 segments, so others' kernels have the half of a Hopper GPU's 132
-# multiprocessors for themselves. Not measured yet: bench/gpu compares.
-CODERS = 16
 # Bytes that a stream is given at first, and for each of its changes. A hot element takes a bit at most, but for few.
 STREAM_NBYTES, CHANGE_NBYTES = 64, 8
 
-_encode_stream, _decode_stream = twin(context.encode_stream), twin(context.decode_stream)
+_begin_telling, _tell, _code = twin(context.begin_telling), twin(context.tell), twin(context.code)
+_start_encoder, _end_coding, _decode_stream = (
+    twin(each) for each in (rangecoder.start_encoder, context.end_coding, context.decode_stream)
+)
 _undo_moves, _merge_runs = twin(moves.undo_moves), twin(moves.merge_runs)
 
 
@@ -132,29 +132,37 @@ def _hot(hot, s):
     return Hot(hot.indices[a:b], hot.exponents[a:b])
 
 
-@device
-def _own(segments):
-    """The segment that this thread codes; -1 for none."""
-    s, lane = divmod(cuda.grid(1), WARP)
-    return s if lane == 0 and s < segments.sizes.shape[0] else -1
-
-
 @cuda.jit
-def _encode(segments, hot, changes, events, out, slots, nbytes):
-    s = _own(segments)
-    if s >= 0:
-        place, start, leans = _start(segments, s)
-        a, b = changes.edges[s], changes.edges[s + 1]
-        moved = Moves(changes.moved.exponents[a:b], changes.moved.ups[a:b], changes.moved.sizes[a:b])
-        here = out[slots[s] : slots[s + 1]], events[EVENTS * s : EVENTS * (s + 1)]
-        mine = place, start, _hot(hot, s), changes.indices[a:b], moved, leans
-        nbytes[s] = _encode_stream(*here, *mine)
+def _encode(segments, hot, changes, out, slots, nbytes):
+    """A block codes a segment. A thread of one warp tells what comes next, while one of the other codes what was told
+    before."""
+    events, told = cuda.shared.array(HALVES, np.uint16), cuda.shared.array(2, np.int64)
+    s, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    place, start, leans = _start(segments, s)
+    a, b = changes.edges[s], changes.edges[s + 1]
+    indices, hots = changes.indices[a:b], _hot(hot, s)
+    moved = Moves(changes.moved.exponents[a:b], changes.moved.ups[a:b], changes.moved.sizes[a:b])
+    stream = out[slots[s] : slots[s + 1]]
+    coder, walk = _start_encoder(), _begin_telling(place, start, hots, moved)
+    half = 0
+    while True:
+        mine = events[EVENTS * half : EVENTS * (half + 1)]
+        if thread == 0:
+            told[half], walk = _tell(mine, place, start, hots, indices, moved, leans, walk)
+        cuda.syncthreads()
+        if told[half] == 0:
+            break
+        if thread == WARP:
+            coder = _code(coder, stream, start.states, mine, told[half])
+        half = 1 - half
+    if thread == WARP:
+        nbytes[s] = _end_coding(coder, stream)
 
 
 @cuda.jit
 def _decode(like, layout, segments, hot, coded, sign, floating, found):
-    s = _own(segments)
-    if s >= 0:
+    s = cuda.blockIdx.x
+    if cuda.threadIdx.x == 0:
         place, start, leans = _start(segments, s)
         a, b = coded.edges[s], coded.edges[s + 1]
         changed = Changed(found.raw[a:b], found.ups[a:b], found.sizes[a:b])
@@ -186,7 +194,7 @@ def count_exponents(memory: MemoryRows, field: Field, itemsize: int, every: NDAr
 def _batches(memory: MemoryRows, kind: Kind, starts: Starts) -> Iterator[slice]:
     """The segments in runs that take at most SCRATCH bytes, or one of them."""
     elements = memory.rows * memory.runs
-    others = WRITING_NBYTES + 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8
+    others = SLACK + 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8
     takes = others + HOT_NBYTES * elements
     if takes.sum() > SCRATCH:  # were all elements hot: few are
         takes = others + HOT_NBYTES * count_hot(
@@ -213,7 +221,6 @@ class _Batch:
         self.regions = Regions(mine, itemsize)
         self.segments = _segments(self.kind, self.regions.sizes, starts)
         self.hot: HotElements = find_hot(self.regions, field, starts.thresholds[self.kind.classes])
-        self.blocks = -(-len(self.regions) // CODERS)
 
     def of(self, changes: SegmentMoves, first: int) -> _Changes:
         """Its part of the changes. first: the number of its first segment."""
@@ -262,8 +269,7 @@ def _run_encode(
     """Code, or count where there is no room. Returns the streams' memory, where each one's begins, and their bytes."""
     slots = upload(np.concatenate([[0], np.cumsum(room)]))
     out, nbytes = empty(int(room.sum()), np.uint8), empty(len(room), np.int64)
-    events = empty(EVENTS * len(room), np.uint16)
-    launch(_encode, batch.blocks, CODERS * WARP, batch.segments, batch.hot, changes, events, out, slots, nbytes)
+    launch(_encode, len(room), 2 * WARP, batch.segments, batch.hot, changes, out, slots, nbytes)
     return out, slots, download(nbytes)
 
 
@@ -309,5 +315,5 @@ def _decode_batch(batch: _Batch, streams: Streams, edges: NDArray[np.int64]) -> 
     coded = _Coded(upload(edges), begins, ends, upload(streams.data[first:last]))
     field = batch.kind.field
     known = example(batch.kind.itemsize), batch.regions.layout, batch.segments, batch.hot, coded
-    launch(_decode, batch.blocks, CODERS * WARP, *known, np.uint64(field.sign), field.floating, found)
+    launch(_decode, len(streams.ends), WARP, *known, np.uint64(field.sign), field.floating, found)
     return found
