@@ -23,20 +23,23 @@ from pulse_rl.kernels.gpu.device import (
     high_word,
     itemsize_of,
     launch,
+    load,
     low_word,
     store,
     upload,
     zeros,
 )
 from pulse_rl.kernels.gpu.regions import (
+    CHANGES,
     TILE,
     UNITS,
     DeviceRegions,
     Lines,
     Regions,
     address_in,
+    changes_of_thread,
     element,
-    region_of,
+    region_after,
     regions_of,
     stepping,
     unit_at,
@@ -191,37 +194,40 @@ def find(
 
 @cuda.jit
 def _gather(like, layout, edges, indices, values):
-    j = cuda.grid(1)
-    if j < indices.shape[0]:
-        values[j] = element(like, layout, region_of(edges, j), np.int64(indices[j]))
+    r = np.int64(0)
+    for j in changes_of_thread(indices.shape[0]):
+        r = region_after(edges, r, j)
+        values[j] = element(like, layout, r, np.int64(indices[j]))
 
 
 def gather_all(source: Lines | Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
     """Queue that values (k,) become the elements of regions at indices (k,), which are in range."""
-    blocks = -(-len(indices) // THREADS)
+    blocks = -(-len(indices) // CHANGES)
     launch(_gather, blocks, THREADS, *_reached(source), edges, indices, bits_of(values))
 
 
 @cuda.jit
 def _scatter(like, layout, edges, indices, values):
-    j = cuda.grid(1)
-    if j < indices.shape[0]:
-        r = region_of(edges, j)
-        i = np.int64(indices[j])
-        store(like, address_in(layout.addresses[r], layout.runs[r], layout.apart[r], itemsize_of(like), i), values[j])
+    r = np.int64(0)
+    for j in changes_of_thread(indices.shape[0]):
+        r = region_after(edges, r, j)
+        at = address_in(layout.addresses[r], layout.runs[r], layout.apart[r], itemsize_of(like), np.int64(indices[j]))
+        # What is read first is in the cache, whole, when a part of it is written: the memory moves 32 bytes at once.
+        if load(like, at) != values[j]:
+            store(like, at, values[j])
 
 
 def scatter_all(target: Lines | Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
     """Queue that elements of regions at indices (k,), which are in range, become values (k,): one launch."""
-    blocks = -(-len(indices) // THREADS)
+    blocks = -(-len(indices) // CHANGES)
     launch(_scatter, blocks, THREADS, *_reached(target), edges, indices, bits_of(values))
 
 
 @cuda.jit
 def _find_wrong(like, layout, edges, indices, values, wrong):
-    j = cuda.grid(1)
-    if j < indices.shape[0]:
-        r = region_of(edges, j)
+    r = np.int64(0)
+    for j in changes_of_thread(indices.shape[0]):
+        r = region_after(edges, r, j)
         if element(like, layout, r, np.int64(indices[j])) != values[j]:
             cuda.atomic.max(wrong, 0, np.int64(r + 1))
 
@@ -232,7 +238,7 @@ def find_wrong(target: Lines | Regions, edges: DeviceArray, indices: DeviceArray
     Returns the number of a region that does not hold it, and 1, as (1,) int64; 0 where all do.
     """
     wrong = zeros(1, np.int64)
-    blocks = -(-len(indices) // THREADS)
+    blocks = -(-len(indices) // CHANGES)
     launch(_find_wrong, blocks, THREADS, *_reached(target), edges, indices, bits_of(values), wrong)
     return wrong
 

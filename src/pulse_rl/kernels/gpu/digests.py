@@ -24,11 +24,13 @@ from pulse_rl.kernels.gpu.device import (
     zeros,
 )
 from pulse_rl.kernels.gpu.regions import (
+    CHANGES,
     TILE,
     Regions,
+    changes_of_thread,
     element,
     place_in,
-    region_of,
+    region_after,
     regions_of,
     rows_of_step,
     stepping,
@@ -162,13 +164,12 @@ def digest(regions: Regions, flat: Flat) -> DeviceArray:
 @cuda.jit
 def _delta(runs, flat, edges, indices, before, after, total):
     shared = cuda.shared.array(THREADS, np.uint64)
-    gained = np.uint64(0)
-    j = cuda.grid(1)
-    if j < indices.shape[0]:
-        r = region_of(edges, j)
+    gained, r = _U0, np.int64(0)
+    for j in changes_of_thread(indices.shape[0]):
+        r = region_after(edges, r, j)
         place = place_term(flat, r, runs[r], np.int64(indices[j]))
         new, old = mixed(place + np.uint64(after[j]) * C2), mixed(place + np.uint64(before[j]) * C2)
-        gained = new - old
+        gained += new - old
     add_together(shared, total, gained)
 
 
@@ -178,8 +179,7 @@ def delta(
     """Queue the change of the digest, (1,) uint64, if elements at indices (k,) change from before to after."""
     total = zeros(1, np.uint64)
     changed = edges, indices, bits_of(before), bits_of(after)
-    blocks = -(-len(indices) // THREADS)
-    launch(_delta, blocks, THREADS, regions.layout.runs, on_device(flat), *changed, total)
+    launch(_delta, -(-len(indices) // CHANGES), THREADS, regions.layout.runs, on_device(flat), *changed, total)
     return total
 
 
@@ -205,5 +205,5 @@ def digest_delta(seed: int, start: int, indices: DeviceArray, before: DeviceArra
     total = zeros(1, np.uint64)
     runs, edges = upload(np.array([1 << 32], np.int64)), upload(np.array([0, len(indices)], np.int64))
     changed = edges, indices, bits_of(before), bits_of(after)
-    launch(_delta, -(-len(indices) // THREADS), THREADS, runs, on_device(_one(seed, start)), *changed, total)
+    launch(_delta, -(-len(indices) // CHANGES), THREADS, runs, on_device(_one(seed, start)), *changed, total)
     return int(download(total)[0])

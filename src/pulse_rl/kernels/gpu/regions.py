@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numba import cuda
 from numpy.typing import NDArray
 
 from pulse_rl.kernels.cpu.coding import MemoryRows
@@ -19,6 +20,7 @@ from pulse_rl.kernels.gpu.device import THREADS, DeviceArray, bits_of, device, i
 UNIT_NBYTES = 16
 UNITS = 8  # of a thread in a tile
 TILE = UNITS * THREADS  # units
+CHANGES = 8 * THREADS  # of a block: a thread searches the region of its first one, and most are in the same
 
 
 class DeviceRegions(NamedTuple):
@@ -150,3 +152,16 @@ def region_of(edges, j):
         else:
             high = middle
     return low
+
+
+@device
+def region_after(edges, r, j):
+    """The region of result j, which comes after one of region r, or after none of region 0."""
+    return r if j < edges[r + 1] else region_of(edges, j)
+
+
+@device
+def changes_of_thread(count):
+    """The numbers of the changes, of `count`, that are this thread's, in a block of THREADS."""
+    first = np.int64(cuda.blockIdx.x) * CHANGES
+    return range(first + cuda.threadIdx.x, min(first + CHANGES, count), THREADS)

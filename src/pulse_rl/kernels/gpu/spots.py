@@ -28,7 +28,16 @@ from pulse_rl.kernels.gpu.device import (
     zeros,
 )
 from pulse_rl.kernels.gpu.digests import Flat, mixed, place_term
-from pulse_rl.kernels.gpu.regions import TILE, DeviceRegions, Lines, Regions, element, region_of
+from pulse_rl.kernels.gpu.regions import (
+    CHANGES,
+    TILE,
+    DeviceRegions,
+    Lines,
+    Regions,
+    changes_of_thread,
+    element,
+    region_after,
+)
 
 ALIGNED = 256  # bytes
 
@@ -78,13 +87,12 @@ def digest_spots(spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int:
 @cuda.jit
 def _delta(like, layout, flat, times, edges, indices, values, total):
     shared = cuda.shared.array(THREADS, np.uint64)
-    gained = np.uint64(0)
-    j = cuda.grid(1)
-    if j < indices.shape[0]:
-        r, i = region_of(edges, j), np.int64(indices[j])
+    gained, r = np.uint64(0), np.int64(0)
+    for j in changes_of_thread(indices.shape[0]):
+        r, i = region_after(edges, r, j), np.int64(indices[j])
         place = place_term(flat, r, layout.runs[r], i)
         old = mixed(place + np.uint64(element(like, layout, r, i)) * C2)
-        gained = np.uint64(times[r]) * (mixed(place + np.uint64(values[j]) * C2) - old)
+        gained += np.uint64(times[r]) * (mixed(place + np.uint64(values[j]) * C2) - old)
     add_together(shared, total, gained)
 
 
@@ -108,7 +116,7 @@ class Overwrites:
         """The change of the digest, mod 2^64, if they are written. Waits."""
         total = zeros(1, np.uint64)
         known = example(self._lines.itemsize), self._lines.layout, self._flat, self._times
-        launch(_delta, -(-len(self._changes[1]) // THREADS), THREADS, *known, *self._changes, total)
+        launch(_delta, -(-len(self._changes[1]) // CHANGES), THREADS, *known, *self._changes, total)
         return int(download(total)[0])
 
     def held(self) -> UIntArray:
