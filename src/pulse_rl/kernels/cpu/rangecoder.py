@@ -65,10 +65,11 @@ class RangeDecoder(NamedTuple):
 def _adapted(state, bit):
     """The state after a bit."""
     probability, seen = state >> SEEN, state & LIMIT
+    rate = STEPS[seen]
     if bit:
-        step = ((_ONE - probability) * STEPS[seen]) >> 16
+        step = ((_ONE - probability) * rate) >> 16
     else:
-        step = -((probability * STEPS[seen]) >> 16)
+        step = -((probability * rate) >> 16)
     return ((probability + step) << SEEN) | min(seen + 1, LIMIT)
 
 
