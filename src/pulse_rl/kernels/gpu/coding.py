@@ -236,7 +236,9 @@ def count_bits(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentM
         batch = _Batch(memory, kind, starts._replace(states=np.zeros_like(starts.states)), chosen)
         mine = batch.of(changes, chosen.start)
         _run_encode(batch, mine, np.zeros(len(batch.regions), np.int64))  # no memory for streams: it counts
-        np.add.at(starts.states, batch.kind.classes, download(batch.segments.states))
+        found = download(batch.segments.states)
+        for number, counts in enumerate(starts.states):
+            counts += found[batch.kind.classes == number].sum(0)
 
 
 def encode_segments(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> list[bytes | None]:
