@@ -57,22 +57,16 @@ def _machine(options: Options, keep: Keep) -> None:
     measure_machine(keep)
 
 
-def _find(options: Options, keep: Keep) -> None:
-    from bench.gpu.bandwidth import measure_find
+def _kernels(options: Options, keep: Keep) -> None:
+    from bench.gpu.bandwidth import measure_kernels
 
-    measure_find(options.elements, options.rounds, keep)
-
-
-def _apply(options: Options, keep: Keep) -> None:
-    from bench.gpu.bandwidth import measure_apply
-
-    measure_apply(options.elements, options.rounds, keep)
+    measure_kernels(options.elements, options.rounds, keep)
 
 
-def _digest(options: Options, keep: Keep) -> None:
-    from bench.gpu.bandwidth import measure_digest
+def _peers(options: Options, keep: Keep) -> None:
+    from bench.gpu.bandwidth import measure_peers
 
-    measure_digest(options.elements, options.rounds, keep)
+    measure_peers(options.elements, options.rounds, keep)
 
 
 def _cast(options: Options, keep: Keep) -> None:
@@ -130,9 +124,8 @@ def _rounds(options: Options, keep: Keep, *, method: Literal["pulse", "diloco"])
 
 SECTIONS = {
     "machine": Section(60, _machine),
-    "find": Section(100, _find),
-    "apply": Section(60, _apply),
-    "digest": Section(45, _digest),
+    "kernels": Section(100, _kernels),
+    "peers": Section(100, _peers),
     "context": Section(90, _coder, (("PULSE_THREADS", "1"),)),  # the CPU's coder is measured on one core
     "cast": Section(45, _cast),
     "nccl_one_rank": Section(45, _one_rank),
@@ -175,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--inner-steps", type=int, default=512, help="steps of each trainer of PULSELoCo and DiLoCo")
     parser.add_argument("--seconds", type=float, default=560, help="of everything together")
     parser.add_argument("--emulated", action="store_true", help="on the CPU, without the tests")
-    parser.add_argument("--only", nargs="+", choices=[*ALL, "tests"], help="these sections alone")
+    parser.add_argument("--only", nargs="+", choices=[*ALL, "tests"], help="these sections alone, in this order")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results go, as JSON")
     parser.add_argument("--section", choices=ALL, help=argparse.SUPPRESS)  # in a process that the parent starts
     return parser
@@ -199,7 +192,7 @@ def main() -> None:
         return
     results = Results(given.out, given.seconds)
     results.add("options", options._asdict())
-    chosen, runs = ([name for name in names if not given.only or name in given.only] for names in (SECTIONS, RUNS))
+    chosen, runs = ([name for name in given.only or names if name in names] for names in (SECTIONS, RUNS))
     if not os.environ.get("CUDA_HOME") and (nvcc := shutil.which("nvcc")):
         os.environ["CUDA_HOME"] = str(Path(nvcc).resolve().parent.parent)  # Numba finds its compiler there
 

@@ -43,36 +43,31 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor)
 
 
-def measure_find(elements: int, rounds: int, keep: Keep) -> None:
+def measure_kernels(elements: int, rounds: int, keep: Keep) -> None:
     bench = Bench(elements, rounds)
     keep("copy", bench.copy)
     keep("launch", bench.launch)
     for share in DENSITIES:
         changed(bench.old, bench.new, share, 2)
-        keep(f"{share:.2%}", lambda share=share: bench.find(share))  # type: ignore[misc]
-        keep(f"{share:.2%}_tiles", bench.find_tiles)
+        keep(f"find_{share:.2%}", lambda share=share: bench.find(share))  # type: ignore[misc]
+        keep(f"find_{share:.2%}_tiles", bench.find_tiles)
+    keep("digest", bench.digest)
+    keep(f"delta_{DENSITIES[-1]:.2%}", bench.delta)
+    changed(bench.old, bench.new, APPLIED, 3)
+    keep(f"apply_{APPLIED:.2%}", bench.apply)
+
+
+def measure_peers(elements: int, rounds: int, keep: Keep) -> None:
+    bench = Bench(elements, rounds)
+    keep("copy", bench.copy)
+    changed(bench.old, bench.new, APPLIED, 3)
+    keep(f"torch_index_put_{APPLIED:.2%}", bench.index_put)
+    keep(f"vllm_sparse_patch_loader_{APPLIED:.2%}", bench.vllm)
     bench.drop_spare()
     for name, of_others in (("torch_ne_nonzero", bench.ne), ("verl_compare_and_gather", bench.verl)):
         for share in DENSITIES:
             changed(bench.old, bench.new, share, 2)
             keep(f"{name}_{share:.2%}", of_others)
-
-
-def measure_apply(elements: int, rounds: int, keep: Keep) -> None:
-    bench = Bench(elements, rounds)
-    keep("copy", bench.copy)
-    changed(bench.old, bench.new, APPLIED, 3)
-    keep(f"{APPLIED:.2%}", bench.apply)
-    keep(f"torch_index_put_{APPLIED:.2%}", bench.index_put)
-    keep(f"vllm_sparse_patch_loader_{APPLIED:.2%}", bench.vllm)
-
-
-def measure_digest(elements: int, rounds: int, keep: Keep) -> None:
-    bench = Bench(elements, rounds)
-    keep("copy", bench.copy)
-    changed(bench.old, bench.new, DENSITIES[-1], 2)
-    keep("whole", bench.digest)
-    keep(f"delta_{DENSITIES[-1]:.2%}", bench.delta)
 
 
 def measure_cast(elements: int, rounds: int, keep: Keep) -> None:

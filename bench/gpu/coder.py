@@ -30,7 +30,7 @@ from pulse_rl.weights.changes import Changes
 
 SEGMENT = 1 << 18  # elements: a tile of 512 · 512
 BLOCK = 1024  # segments
-PATIENCE_S = 20.0  # what coding the whole model may take
+PATIENCE_S = 4.0  # what coding the whole model may take
 Block = tuple[bytes, list[bytes]]  # what its spans share, and its only span
 
 

@@ -93,7 +93,8 @@ class Versions:
         for turn in range(TURNS):
             changed(self._state, self._state, share, turn)
             results.append(self._publish() | self._receive())
-        return {name: statistics.median(each[name] for each in results[1:]) for name in results[0]}
+        found = {name: statistics.median(each[name] for each in results[1:]) for name in results[0]}
+        return found | {"skip_s": max(each["skip_s"] for each in results)}  # every fourth version has a skip patch
 
     def _publish(self) -> dict[str, float]:
         """Publish a version beside a stream that is at work."""

@@ -10,6 +10,11 @@ every index in range, as on the CPU; the decoder of the `context` codec checks e
 device is not decided here: `weights.devices` leads to it, where a tensor lies on one.
 """
 
+import numpy as np
+
+if not hasattr(np, "row_stack"):  # NumPy 2.5 has it no longer, and Numba-CUDA 0.30.4 asks for it when it is loaded
+    np.row_stack = np.vstack
+
 from pulse_rl.kernels.gpu.casts import cast
 from pulse_rl.kernels.gpu.changes import find_changes, gather, scatter
 from pulse_rl.kernels.gpu.digests import digest_delta, digest_range
