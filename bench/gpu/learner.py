@@ -17,7 +17,7 @@ from pulse_rl.flow.training.losses import grpo_advantages
 
 BETAS, GRADIENT_NORM, CLIP = (0.9, 0.999), 1.0, 0.2
 GROUP, MAX_NEW_TOKENS = 8, 8
-PROMPT = 64  # tokens, of tiny's tokenizer each a character
+PROMPT = 48  # tokens; of tiny's tokenizer each a character
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
