@@ -30,10 +30,10 @@ seen = set[object]()
 
 def queue(kernel: Any, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
     """In place of `device.queue`: compile a kernel for the device, and emulate it."""
-    kinds, _ = emulator.words_of(args)
+    kinds = device.kind_of(args)
     if (kernel, kinds) not in seen:
         seen.add((kernel, kinds))
-        print_code(kernel, tuple(kinds))
+        print_code(kernel, kinds)
     emulator.EMULATOR.queue(kernel, blocks, threads, args)
 
 

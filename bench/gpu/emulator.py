@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +25,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numba import njit
-from numba.cuda import compiler, dispatcher, types
-from numba.cuda.np.numpy_support import from_dtype
-from numba.cuda.typing.typeof import typeof
+from numba.cuda import compiler, dispatcher
 
 from pulse_rl.kernels.gpu import device
 from pulse_rl.weights import devices
@@ -173,20 +170,6 @@ def _run_block(known, contexts, start, orders, ended):
     return True
 
 
-def words_of(value: Any) -> tuple[Any, list[int]]:
-    """The type of a kernel's argument, and the words of which it consists."""
-    if isinstance(value, tuple):
-        kinds, parts = zip(*map(words_of, value), strict=True)
-        return types.BaseTuple.from_types(kinds, type(value)), list(chain.from_iterable(parts))
-    if not isinstance(value, torch.Tensor):
-        return typeof(value), [int(value)]
-    seen = device.CudaArray(value).__cuda_array_interface__
-    dtype, shape = np.dtype(seen["typestr"]), seen["shape"]
-    strides = [dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-    words = [0, 0, int(np.prod(shape)), dtype.itemsize, seen["data"][0], *shape, *strides]
-    return types.Array(from_dtype(dtype), len(shape), "C"), words
-
-
 class Emulator:
     """A device that runs one block at a time."""
 
@@ -198,11 +181,14 @@ class Emulator:
 
     def queue(self, kernel: Any, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
         """Run a kernel. Raises AssertionError if threads of a block meet a barrier that others do not come to."""
-        kinds, words = words_of(args)
+        kinds, words = device.kind_of(args), device.words_of(args)
         with self._running:
             if (kernel, kinds) not in self._code:
-                self._code[kernel, kinds] = Code(kernel, tuple(kinds))
-            code, arguments = self._code[kernel, kinds], np.array([word & (1 << 64) - 1 for word in words], np.uint64)
+                self._code[kernel, kinds] = Code(kernel, kinds)
+            code, arguments = (
+                self._code[kernel, kinds],
+                np.array([int(word) & (1 << 64) - 1 for word in words], np.uint64),
+            )
             _known[[ARGUMENTS, THREADS, BLOCKS]] = arguments.ctypes.data, threads, blocks
             orders = np.array([self._random.permutation(threads) for _ in range(16)])
             contexts, ended = self._contexts[: threads + 1], np.empty(threads, np.bool_)
