@@ -17,7 +17,7 @@ from pulse_rl.flow.training.losses import grpo_advantages
 
 BETAS, GRADIENT_NORM, CLIP = (0.9, 0.999), 1.0, 0.2
 GROUP, MAX_NEW_TOKENS = 8, 8
-PROMPT = 48  # tokens; of tiny's tokenizer each a character
+PROMPT, CHARACTERS = 36, 48  # of a prompt, in SmolLM2's tokens and in those of tiny's tokenizer
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -113,7 +113,7 @@ class Graphed:
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._out = function(*inputs)
         self._graph = graph
 
@@ -150,6 +150,7 @@ class Learner:
         self.masters = loaded.model.to(where).eval()
         self.sampler = model.build(model.assets(loaded)).model.to(where)
         self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
+        self._prompt = PROMPT if self.name == "smollm2" else CHARACTERS
         self._stops = policy.stop_tokens(self.tokenizer).to(where)
         self._samplers: dict[int, Graphed] = {}  # by the number of prompts
         self._trainer: Graphed | None = None
@@ -166,12 +167,14 @@ class Learner:
         """A group of completions of each problem, or its likeliest one, and their rewards, (B,)."""
         several = problems if likeliest else [problem for problem in problems for _ in range(GROUP)]
         ids, mask = policy.encode(self.tokenizer, [problem.prompt for problem in several])
-        ids, keys = (torch.nn.functional.pad(each, (PROMPT - ids.shape[1], 0)).to(self.where) for each in (ids, mask))
+        ids, keys = (
+            torch.nn.functional.pad(each, (self._prompt - ids.shape[1], 0)).to(self.where) for each in (ids, mask)
+        )
         given = ids, keys > 0, torch.full((1,), float(not likeliest), device=self.where)
         if len(ids) not in self._samplers:
             self._samplers[len(ids)] = Graphed(self._sample, *(each.clone() for each in given))
         done = Sampled(*self._samplers[len(ids)](*given))
-        counts, rows = done.mask.sum(1).tolist(), done.ids[:, PROMPT:].tolist()
+        counts, rows = done.mask.sum(1).tolist(), done.ids[:, self._prompt :].tolist()
         texts = [self.tokenizer.decode(row[:count]) for row, count in zip(rows, counts, strict=True)]
         rewards = [reward(text, problem.answer) for text, problem in zip(texts, several, strict=True)]
         return done, torch.tensor(rewards, device=self.where)
