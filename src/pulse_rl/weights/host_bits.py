@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from operator import attrgetter, call
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
@@ -270,13 +272,22 @@ def _index(slices: tuple[slice, ...]) -> Any:
 def _as_rows(array: UIntArray) -> UIntArray | None:
     """The same memory as (rows, run) in row-major order; None if no two strides describe it."""
     for split in range(array.ndim - 1, 0, -1):
-        rows = array.view()
-        try:
-            rows.shape = (math.prod(array.shape[:split]), math.prod(array.shape[split:]))
-        except AttributeError:  # it would take a copy
-            continue
-        return rows
+        rows = _stride(array.shape[:split], array.strides[:split])
+        run = _stride(array.shape[split:], array.strides[split:])
+        if rows is not None and run is not None:
+            shape = math.prod(array.shape[:split]), math.prod(array.shape[split:])
+            return as_strided(array, shape, (rows, run))
     return None
+
+
+def _stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The distance of elements that follow one another in row-major order; None if it is not always the same."""
+    if 0 in shape:
+        return 0
+    longer = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n > 1]
+    if any(stride != n * inner for (_, stride), (n, inner) in pairwise(longer)):
+        return None
+    return longer[-1][1] if longer else strides[-1]
 
 
 def expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
