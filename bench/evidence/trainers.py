@@ -95,23 +95,28 @@ def _scores(run: Path, recipe: Recipe, last: dict[str, Any]) -> dict[int, tuple[
 
 def trainers() -> str:
     """The table: each method's mean over its seeds, and the standard deviation between them."""
-    runs = defaultdict[tuple[str, ...], dict[str, list[dict[str, str]]]](lambda: defaultdict(list))
+    several = list[list[dict[str, str]]]()
     for row in csv.DictReader(KEPT.read_text().splitlines(), delimiter="\t"):
-        runs[tuple(row[column] for column in RUN[:-1])][row["seed"]].append(row)
+        if row["step"] == "0":  # a run begins
+            several.append([])
+        several[-1].append(row)
+    runs = defaultdict[tuple[str, ...], dict[str, list[dict[str, str]]]](dict)
+    for rows in several:  # runs of one length together
+        runs[(*(rows[0][column] for column in RUN[:-1]), rows[-1]["step"])][rows[0]["seed"]] = rows
     gains = {kind: {seed: _gain(rows) for seed, rows in seeds.items()} for kind, seeds in runs.items()}
     lines = []
     for kind, seeds in runs.items():
-        method, lr, trainers, overlap = kind
+        method, lr, trainers, overlap, steps = kind
         rows = [row for each in seeds.values() for row in each[1:]]
         sent, dense = (mean(rows, column) for column in ("sent_nbytes", "dense_nbytes"))
         first, last = ([each[end] for each in seeds.values()] for end in (0, -1))
-        gained, diloco = gains[kind], gains.get(("diloco", lr, trainers, "0"), {})
+        gained, diloco = gains[kind], gains.get(("diloco", lr, trainers, "0", steps), {})
         same = [diloco[seed] for seed in gained if seed in diloco]  # from the same first bits, with the same problems
         lines.append(
             [
                 f"{METHODS[method]}, {lr.replace('e-0', 'e-')}" + f", overlap {overlap}" * (overlap != "0"),
                 trainers,
-                f"{len(seeds)} × {rows[-1]['step']}",
+                f"{len(seeds)} × {steps}",
                 spread(list(gained.values())),
                 f"{sum(gained.values()) / sum(same):.2f}" if len(same) == len(gained) else "–",
                 *(f"{mean(first, of):.3f} → {mean(last, of):.3f}" if first[0][of] else "–" for of in COLUMNS[-2:]),
