@@ -17,6 +17,7 @@ from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding as cpu_coding
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.coding import Kind, Lies, SegmentMoves
+from pulse_rl.kernels.cpu.rangecoder import SLACK
 from pulse_rl.kernels.gpu import coding, device
 from pulse_rl.weights import devices
 from tests.codecs.fuzz_context import Segment, encoded, parts_of, streams_of
@@ -152,7 +153,7 @@ def test_a_batch_has_the_segments_whose_hot_elements_fit_into_memory(monkeypatch
     starts = cpu_coding.starts_of([model.blank(field)._replace(threshold=t).start() for t in (119, field.exponents)])
     hot = [int((((one.old & field.mask) >> field.shift) < 119).sum()) for one in listed[:2]]
     assert 0 < sum(hot) < 70
-    others = [coding.SLACK + 8 * starts.states.shape[1] + 4 * 10 + len(one.old) // 4 for one in listed]
+    others = [SLACK + 8 * starts.states.shape[1] + 4 * 10 + len(one.old) // 4 for one in listed]
     needed = sum(others[:2]) + 6 * sum(hot)
     for scratch, cuts in ((needed, [2, 3]), (needed - 1, [1, 2, 3]), (sum(others) + 6 * 160, [3])):
         monkeypatch.setattr(coding, "SCRATCH", scratch)
