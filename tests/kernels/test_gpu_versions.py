@@ -5,6 +5,7 @@ On that one, some tensors in host memory count as tensors on the device. It cann
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -22,6 +23,8 @@ from pulse_rl.patch import encode, work
 from pulse_rl.patch.format import unpack
 from pulse_rl.weights import devices
 from pulse_rl.weights.bits import TorchBits
+from pulse_rl.weights.kept import Kept
+from pulse_rl.weights.layout import layout
 from tests.kernels import gpu_device
 from tests.kernels.gpu_device import a_device  # noqa: F401 - a fixture
 
@@ -131,6 +134,28 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(devices.Cuda, "find", noted)
     return found
+
+
+def test_the_layout_of_tensors_there_is_kept_and_keeps_none_of_them(the_device: TheDevice) -> None:
+    there = the_device.put({"apart": torch.arange(20).reshape(4, 5)[:, 1:4], "floats": torch.arange(6.0)})
+    weights = {name: tensor[...] for name, tensor in there.items()}
+    gone = [weakref.ref(tensor) for tensor in weights.values()]
+    kept, cast = Kept(), Kept()
+    first = kept.layout(weights)
+    as_cast = cast.layout(weights, cast="bfloat16")
+    weights = {name: tensor[...] for name, tensor in there.items()}  # other objects of the same memory
+    assert [one() for one in gone] == [None, None]
+    assert kept.layout(weights) is first
+    assert cast.layout(weights, cast="bfloat16") is as_cast
+    for found, expected in ((first, layout(weights)), (as_cast, layout(weights, "bfloat16"))):
+        for name, bits in found.items():
+            assert bits.read(0, bits.size).tolist() == expected[name].read(0, bits.size).tolist()
+            assert (bits.storage, bits.extent) == (expected[name].storage, expected[name].extent)
+    part, before = first["apart"].view((slice(1, 3), slice(1, 2))), weights["apart"]._version
+    part.write(0, np.array([70, 71], np.uint64))
+    assert weights["apart"][1:3, 1].tolist() == [70, 71]
+    assert weights["apart"]._version > before
+    assert kept.layout({**weights, "floats": the_device.put({"floats": weights["floats"]})["floats"]}) is not first
 
 
 @pytest.mark.parametrize("codec", ["gap", "context"])

@@ -61,23 +61,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_what_the_caller_queued_is_published(device: Device) -> None:
-    """A trainer that steps on a side stream: each version has the bits of its step. All reads are casts, in a pool."""
+    """A trainer that steps on side streams: each version has the bits of its step. All reads are casts, in a pool."""
     model = torch.nn.Linear(800, 800, dtype=torch.bfloat16)  # which NumPy has not: torch casts it
     publisher = pulse.Publisher("memory://", cast="float16")
-    side = Stream()
 
     def step() -> None:
         with torch.no_grad():
             model.weight.mul_(1.01)
 
     for version in range(3):
+        side = Stream()  # the layout of the weights is kept from version to version, but not this
+        device.used.clear()
         with device.stream(side):
             side.queue.append(step)
             found = publisher.publish(model, version=version).digest
         assert not side.queue
         assert found == pulse.digest({n: p.detach().half() for n, p in model.named_parameters()})
-    assert {stream for _, stream in device.used} == {side}
-    assert any(name.startswith("pulse") for name, _ in device.used)
+        assert {stream for _, stream in device.used} == {side}
+        assert any(name.startswith("pulse") for name, _ in device.used)
 
 
 @pytest.mark.parametrize("strided", [False, True])

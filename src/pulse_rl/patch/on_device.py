@@ -5,6 +5,7 @@ A call searches many segments, in the order in which a patch codes them, so noth
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from pulse_rl.patch.targets import device_for, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes, Found
-from pulse_rl.weights.devices import Cuda
+from pulse_rl.weights.devices import Cuda, Device
 from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of
 
@@ -38,22 +39,15 @@ def differing(
     """
     if not derived(new, _has_any):
         return None
-    device = device_for(new[entry.name] for entry in entries)
+    device = derived(new, _device_of, entries)
     if not isinstance(device, Cuda):
         return None
-    stored = {bits.stored_itemsize for bits in _plain(new, entries)}
-    segments = Segments(entries, [group._replace(tensors=tuple(range(len(entries))))])
-    seeds = [digests.seed(entry.name, entry.dtype, entry.shape) for entry in entries]
-    before, after = (
-        spots_of(segments, seeds, {entry.name: [state[entry.name]] for entry in entries}, (), device)
-        for state in (old, new)
-    )
-    for spots, windows in (before, after):
-        if len(stored) != 1 or not (spots.addresses > 0).all() or (windows.runs != cpu.WHOLE).any():
-            return None
+    before, after = (derived(state, _rows_on, entries, group, device) for state in (old, new))
+    if before is None or after is None:
+        return None
     itemsize = new[entries[0].name].itemsize
-    cast = stored != {itemsize}
-    return _search(device, before[0], after[0], segments.sizes(), itemsize, cast, held_nbytes, digest_old)
+    cast = after.itemsize != itemsize
+    return _search(device, before.spots, after.spots, after.sizes, itemsize, cast, held_nbytes, digest_old)
 
 
 def _has_any(tensors: Mapping[str, Bits]) -> bool:
@@ -65,11 +59,34 @@ def _has_any(tensors: Mapping[str, Bits]) -> bool:
     )
 
 
-def _plain(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Iterator[HostBits | TorchBits]:
-    for entry in entries:
-        for _, bits, _ in pieces_of(tensors[entry.name]):
-            if isinstance(bits, HostBits | TorchBits):
-                yield bits
+def _device_of(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Device:
+    """The device on which most elements of a group lie."""
+    return device_for(tensors[entry.name] for entry in entries)
+
+
+class _Rows(NamedTuple):
+    """Where the segments of a group lie, each as rows on one device."""
+
+    spots: cpu.Spots
+    sizes: NDArray[np.int64]  # in elements
+    itemsize: int  # bytes of an element in memory
+
+
+def _rows_on(tensors: Mapping[str, Bits], entries: Sequence[Entry], group: CutGroup, device: Device) -> _Rows | None:
+    """None unless all of a group lies on this device, in elements of one width."""
+    stored = {
+        bits.stored_itemsize
+        for entry in entries
+        for _, bits, _ in pieces_of(tensors[entry.name])
+        if isinstance(bits, HostBits | TorchBits)
+    }
+    segments = Segments(entries, [group._replace(tensors=tuple(range(len(entries))))])
+    seeds = [digests.seed(entry.name, entry.dtype, entry.shape) for entry in entries]
+    live = {entry.name: [tensors[entry.name]] for entry in entries}
+    spots, windows = spots_of(segments, seeds, live, (), device)
+    if len(stored) != 1 or not (spots.addresses > 0).all() or (windows.runs != cpu.WHOLE).any():
+        return None
+    return _Rows(spots, segments.sizes(), *stored)
 
 
 def _search(

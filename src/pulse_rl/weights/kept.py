@@ -1,6 +1,7 @@
 """The layout of weights that come again and again: made once, and kept for as long as they are in the same memory.
 
-What is kept holds none of their memory: addresses alone, by which nothing is read unless the weights were given again.
+What is kept holds none of their memory: addresses alone, by which nothing is read unless the weights were given again,
+and weak references.
 """
 
 import sys
@@ -12,9 +13,10 @@ from weakref import ref
 
 from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits
 from pulse_rl.weights.host_bits import Counter
-from pulse_rl.weights.layout import Layout, layout, named_tensors
+from pulse_rl.weights.layout import Layout, follow, layout, named_tensors
 from pulse_rl.weights.pieces import Pieces
 from pulse_rl.weights.places import Holders, MemoryPlaces
+from pulse_rl.weights.torch_bits import CallersStream, TorchBits
 
 
 class Kept:
@@ -25,6 +27,7 @@ class Kept:
         self._names: list[str] = []
         self._cast: str | None = None
         self._counters: list[Counter] = []  # of all tensors for which writes to them are counted
+        self._streams: list[CallersStream] = []  # one for each device
         self.places: MemoryPlaces | None = None  # of those weights
 
     def layout(
@@ -49,34 +52,41 @@ class Kept:
                     for counter, tensor in zip(self._counters, holders.counted(), strict=True):
                         counter.of = ref(tensor)
                 self.places = places
+                for stream in self._streams:
+                    stream.ask()
+                follow(self._layout)
                 return self._layout
         self._layout = None
         made = layout(named, cast)
         if places is None or not _holds(weights, tensors):
             return made
         self.places = places
-        counters: dict[int, Counter] = {}
-        bits = {name: _unowned(one, counters) for name, one in made.items()}
+        counters = {id(tensor): Counter(ref(tensor)) for tensor in holders.counted()}
+        streams: dict[Any, CallersStream] = {}
+        bits = {name: _unowned(one, counters, streams) for name, one in made.items()}
         if None in bits.values():
             return made
         self._layout = Layout({name: one for name, one in bits.items() if one is not None}, made.tied)
         self._layout.unowned = True
         self._names, self._cast = names, cast
-        self._counters = [counters.setdefault(id(tensor), Counter(ref(tensor))) for tensor in holders.counted()]
+        self._counters = [counters[id(tensor)] for tensor in holders.counted()]
+        self._streams = list(streams.values())
         return self._layout
 
 
-def _unowned(tensor: Bits, counters: dict[int, Counter]) -> Bits | None:
+def _unowned(tensor: Bits, counters: dict[int, Counter], streams: dict[Any, CallersStream]) -> Bits | None:
     """The same memory, which this does not keep from being freed; None for what needs the caller's objects.
 
-    counters: gets, and has, one for each tensor for which writes are counted, by its id.
+    counters: gets, and has, one for each tensor for which writes are counted, by its id. streams: one for each device.
     """
     if isinstance(tensor, Pieces):
-        pieces = [(piece, _unowned(piece.bits, counters)) for piece in tensor.pieces]
+        pieces = [(piece, _unowned(piece.bits, counters, streams)) for piece in tensor.pieces]
         if any(bits is None for _, bits in pieces):
             return None
         return tensor.of([piece._replace(bits=bits) for piece, bits in pieces if bits is not None])
     # A whole tensor that is empty has no memory to know it by.
+    if isinstance(tensor, TorchBits) and tensor.size:
+        return tensor.unowned(counters, streams)
     return tensor.unowned(counters) if isinstance(tensor, HostBits | ArrayCastBits) and tensor.size else None
 
 

@@ -104,6 +104,12 @@ class Layout(Derives, dict[str, Bits]):
         """Whether this process holds parts of tensors."""
         return any(isinstance(bits, Pieces) for bits in self.values())
 
+    @cached_property
+    def devices(self) -> Set[Cuda]:
+        """The devices on which tensors lie."""
+        elsewhere = [bits for bits in self.values() if not isinstance(bits, HostBits)]
+        return {device for device in map(device_at, elsewhere) if device is not None}
+
     def clone(self, device_like: "Layout | None" = None, *, pinned: bool = False) -> "Layout":
         """A copy of all bits, made segment by segment.
 
@@ -203,7 +209,7 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
     the model) or a mapping of name → what `as_tensor` takes. cast: as for `as_bits`. Raises TypeError or ValueError.
     """
     if isinstance(weights, Layout) and cast is None:
-        _follow(weights)
+        follow(weights)
         return weights
     weights = named_tensors(weights)
     found: dict[str, Bits] = {}
@@ -230,16 +236,14 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
         else:
             tied[name] = owner
     made = Layout(sorted(found.items()), tied)
-    _follow(made)
+    follow(made)
     return made
 
 
-def _follow(tensors: Layout) -> None:
+def follow(tensors: Layout) -> None:
     """Have the kernels of devices wait for what the caller has queued there by now."""
-    elsewhere = [bits for bits in tensors.values() if not isinstance(bits, HostBits)]
-    for device in {device_at(bits) for bits in elsewhere}:
-        if device is not None:
-            device.follow()
+    for device in tensors.devices:
+        device.follow()
 
 
 def as_tensor(tensor: Any, cast: str | None = None) -> Bits:

@@ -1,8 +1,8 @@
 """Bits over torch tensors that are not in host memory, or that are cast as they are read.
 
 Bits are read and written by a pool of threads, each of which would use its device's default stream. A tensor on a
-device is therefore used on the stream that was the caller's when its Bits was made: reads come after all that the
-caller had queued there, and what the caller queues next comes after the writes.
+device is therefore used on the stream that was the caller's when its Bits was made, or given again: reads come after
+all that the caller had queued there, and what the caller queues next comes after the writes.
 
 torch is imported when the first is made.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, ITEMSIZES, UIntArray
+from pulse_rl.dtypes import DTYPES, ITEMSIZES, UINTS, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
 from pulse_rl.weights.host_bits import Counter, count_writes, counted_by, expanded
@@ -39,10 +39,13 @@ class TorchBits:
 
     __slots__ = (
         "_cast",
-        "_flat",
+        "_memory",
         "_on_stream",
-        "_tensor",
-        "_uint",
+        "_stride",
+        "_where",
+        "address",
+        "contiguous",
+        "counter",
         "device",
         "dtype",
         "itemsize",
@@ -57,14 +60,11 @@ class TorchBits:
         self._cast = cast
         reached = cast is None or (tensor.dtype, cast) == (torch.float32, torch.bfloat16)
         self.device: Cuda | None = device_of(tensor) if reached else None
-        self._on_stream = _callers_stream(tensor.device)
+        self._on_stream: Callable[[], AbstractContextManager[object]] = CallersStream(tensor.device)
         self.stored_itemsize = tensor.itemsize
         self.dtype, self.itemsize = torch_dtype(cast or tensor.dtype)
-        self._uint = getattr(torch, f"uint{8 * self.itemsize}")
-        self._tensor = tensor.detach()
-        if cast is None:
-            self._tensor = self._tensor.view(_integers(self.itemsize))
-        self._place(self._tensor)
+        self.counter = Counter.to(tensor)
+        self._take(_elements(tensor, cast))
 
     @classmethod
     def new(cls, dtype: str, shape: tuple[int, ...], device: Cuda, *, pinned: bool) -> TorchBits:
@@ -72,13 +72,37 @@ class TorchBits:
 
         dtype: as safetensors spells it. pinned: the memory is the host's, pinned, and not the device's own.
         """
-        import torch
-
         made = cls.__new__(cls)
         made._cast, made._on_stream, made.device = None, device.own_stream, device
         made.dtype, made.itemsize = dtype, ITEMSIZES[dtype]
-        made.stored_itemsize, made._uint = made.itemsize, getattr(torch, f"uint{8 * made.itemsize}")
-        made._place(device.empty(shape, _integers(made.itemsize), pinned=pinned))
+        made.stored_itemsize = made.itemsize
+        tensor = device.empty(shape, _integers(made.itemsize), pinned=pinned)
+        made.counter = Counter.to(tensor)
+        made._take(tensor)
+        return made
+
+    def unowned(self, counters: dict[int, Counter], streams: dict[torch.device, CallersStream]) -> TorchBits | None:
+        """The same memory, found through the tensor that a counter counts for, which may become another one of it.
+
+        counters: by the ids of tensors; None is returned where this one has none. streams: gets, and has, one for each
+        device.
+        """
+        tensor = self.counter.of()
+        counter = counters.get(id(tensor))
+        if tensor is None or counter is None:
+            return None
+        made = self._like()
+        made.counter, made._on_stream = counter, streams.setdefault(tensor.device, CallersStream(tensor.device))
+        made._describe(self._tensor)
+        made._memory = partial(_elements_at, counter, self._cast, self.address, self.shape, self._stride)
+        return made
+
+    def _like(self) -> TorchBits:
+        """Of the same dtype and device, on the same stream, and counted alike."""
+        made = TorchBits.__new__(TorchBits)
+        made._cast, made._on_stream, made.counter = self._cast, self._on_stream, self.counter
+        made.device, made.stored_itemsize = self.device, self.stored_itemsize
+        made.dtype, made.itemsize = self.dtype, self.itemsize
         return made
 
     def copy_from(self, other: TorchBits) -> None:
@@ -88,14 +112,23 @@ class TorchBits:
             self._tensor.copy_(other._read_as(other._tensor))
         self.device.wait()
 
-    def _place(self, tensor: torch.Tensor) -> None:
-        """Take this as the tensor's memory."""
-        self._tensor = tensor
-        self.shape = tuple(tensor.shape)
-        self.size = tensor.numel()
-        # None if the strides allow no flat view: then elements are indexed by coordinates. A flat copy would be a
-        # second tensor, and writing it back would race with other threads' segments.
-        self._flat: torch.Tensor | None = self._tensor.view(-1) if self._tensor.is_contiguous() else None
+    def _take(self, tensor: torch.Tensor) -> None:
+        """Take this as the tensor's memory, and keep it."""
+        self._describe(tensor)
+        self._memory: Callable[[], torch.Tensor] = lambda: tensor
+
+    def _describe(self, tensor: torch.Tensor) -> None:
+        """Note where the elements are. Asked once: a model may have ten thousands of tensors."""
+        self.shape, self.size = tuple(tensor.shape), tensor.numel()
+        self.address, self._stride, self._where = tensor.data_ptr(), tensor.stride(), str(tensor.device)
+        # Other strides allow no flat view: then elements are indexed by coordinates. A flat copy would be a second
+        # tensor, and writing it back would race with other threads' segments.
+        self.contiguous = tensor.is_contiguous()
+
+    @property
+    def _tensor(self) -> torch.Tensor:
+        """The elements: integers unless they are cast."""
+        return self._memory()
 
     def _read_as(self, piece: torch.Tensor) -> torch.Tensor:
         """Elements as they are read, as integers on their device."""
@@ -104,31 +137,31 @@ class TorchBits:
         return _cast(piece, self._cast) if self.device is None else self.device.cast(piece)
 
     def _bits(self, piece: torch.Tensor) -> UIntArray:
-        array: UIntArray = self._read_as(piece).contiguous().view(self._uint).cpu().numpy()
+        array: UIntArray = self._read_as(piece).contiguous().cpu().numpy().view(UINTS[self.itemsize])
         return array
 
     def _at(self, index: torch.Tensor) -> torch.Tensor:
         """The elements at flat indices on the tensor's device."""
         import torch
 
-        if self._flat is not None:
-            return self._flat[index]
+        if self.contiguous:
+            return self._tensor.view(-1)[index]
         return self._tensor[torch.unravel_index(index, self.shape)]
 
     def _index(self, start: int, indices: NDArray[np.uint32]) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(start + indices.astype(np.int64)).to(self._tensor.device)
+        return torch.from_numpy(start + indices.astype(np.int64)).to(self._where)
 
     def read(self, start: int, stop: int) -> UIntArray:
         import torch
 
         with self._on_stream():
-            if self._flat is not None:
-                return self._bits(self._flat[start:stop])
+            if self.contiguous:
+                return self._bits(self._tensor.view(-1)[start:stop])
             if start == 0 and stop == self.size:  # as a tile is read: 20 times as fast as by coordinates
                 return self._bits(self._tensor).reshape(-1)
-            return self._bits(self._at(torch.arange(start, stop, device=self._tensor.device)))
+            return self._bits(self._at(torch.arange(start, stop, device=self._where)))
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         with self._on_stream():
@@ -143,10 +176,10 @@ class TorchBits:
 
         stop = start + len(values)
         with self._on_stream():
-            if self._flat is not None:
+            if self.contiguous:
                 self._put(slice(start, stop), values)
             else:
-                self._put(torch.arange(start, stop, device=self._tensor.device), values)
+                self._put(torch.arange(start, stop, device=self._where), values)
 
     def _put(self, where: Any, values: UIntArray) -> None:
         import torch
@@ -155,28 +188,23 @@ class TorchBits:
             raise TypeError("a tensor that is cast on reading cannot be written")
         # torch warns about read-only arrays, and decoded values are read-only: copy those.
         values = np.ascontiguousarray(values) if values.flags.writeable else values.copy()
-        source = torch.from_numpy(values).view(self._tensor.dtype).to(self._tensor.device)
+        tensor = self._tensor
+        source = torch.from_numpy(values).view(tensor.dtype).to(self._where)
         # Inference tensors may be written in their own mode only.
-        with torch.inference_mode() if self._tensor.is_inference() else torch.no_grad():
-            if self._flat is not None:
-                self._flat[where] = source
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+            if self.contiguous:
+                tensor.view(-1)[where] = source
             else:
-                self._tensor[torch.unravel_index(where, self.shape)] = source
-
-    @property
-    def contiguous(self) -> bool:
-        return self._flat is not None
+                tensor[torch.unravel_index(where, self.shape)] = source
 
     @property
     def writable(self) -> bool:
-        return self._cast is None and not expanded(self.shape, self._tensor.stride())
+        return self._cast is None and not expanded(self.shape, self._stride)
 
     def view(self, slices: tuple[slice, ...]) -> TorchBits:
-        part = TorchBits.__new__(TorchBits)  # on the stream of the whole tensor, whoever asks for a part
-        part._cast, part._on_stream, part._uint = self._cast, self._on_stream, self._uint
-        part.device, part.stored_itemsize = self.device, self.stored_itemsize
-        part.dtype, part.itemsize = self.dtype, self.itemsize
-        part._place(self._tensor[slices])
+        part = self._like()  # on the stream of the whole tensor, whoever asks for a part
+        part._memory = lambda: self._tensor[slices]
+        part._describe(part._tensor)
         return part
 
     def count_write(self) -> None:
@@ -184,40 +212,55 @@ class TorchBits:
         count_writes(counted_by([self.counter]))
 
     @property
-    def counter(self) -> Counter:
-        """For which tensor writes are counted."""
-        return Counter.to(self._tensor)
-
-    @property
-    def address(self) -> int:
-        """The address of the first element."""
-        return self._tensor.data_ptr()
-
-    @property
     def strides(self) -> tuple[int, ...]:
         """In bytes, as NumPy's."""
-        return tuple(stride * self._tensor.element_size() for stride in self._tensor.stride())
+        return tuple(stride * self.stored_itemsize for stride in self._stride)
 
     @property
     def storage(self) -> object:
-        tensor = self._tensor
-        return (str(tensor.device), tensor.data_ptr(), self.shape, tensor.stride(), self.dtype)
+        return (self._where, self.address, self.shape, self._stride, self.dtype)
 
     @property
     def extent(self) -> tuple[object, int, int]:
-        tensor = self._tensor
-        last = sum((n - 1) * stride for n, stride in zip(self.shape, tensor.stride(), strict=True))
-        return (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self._stride, strict=True))
+        return (self._where, self.address, self.address + (last + 1) * self.stored_itemsize)
 
 
-def _callers_stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """What makes the device's stream that is current now current in any thread; nothing where there are no streams."""
-    import torch
+class CallersStream:
+    """Makes the device's stream that was current when it was asked last current in any thread."""
 
-    module = torch.get_device_module(device)
-    if not hasattr(module, "current_stream"):
-        return nullcontext
-    return partial(module.stream, module.current_stream(device))
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device, self._module = device, torch.get_device_module(device)
+        self.ask()
+
+    def ask(self) -> None:
+        """Take the stream that is current now, if the device has streams."""
+        has_streams = hasattr(self._module, "current_stream")
+        self._stream = self._module.current_stream(self._device) if has_streams else None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        found: AbstractContextManager[object] = self._module.stream(self._stream)
+        return found
+
+
+def _elements(tensor: torch.Tensor, cast: torch.dtype | None) -> torch.Tensor:
+    """The elements of a tensor without autograd's part: integers unless they are cast."""
+    tensor = tensor.detach()
+    return tensor if cast is not None else tensor.view(_integers(tensor.itemsize))
+
+
+def _elements_at(
+    counter: Counter, cast: torch.dtype | None, address: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """The elements from an address on, in the memory of the tensor that the caller holds."""
+    held = counter.of()
+    assert held is not None, "the bits of weights are read while the caller holds them"
+    tensor = _elements(held, cast)
+    return tensor.as_strided(shape, stride, (address - tensor.untyped_storage().data_ptr()) // tensor.itemsize)
 
 
 def _integers(itemsize: int) -> torch.dtype:
