@@ -136,6 +136,37 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def test_an_anchor_waits_once_for_the_device_and_is_written_in_one_copy(
+    the_device: TheDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**bfloat16(), **of_all_widths(), "not finite": torch.tensor([1, np.nan, -np.inf])}
+    del given["nothing"]
+    trained = the_device.put(given)
+    waits, copies, wait, copy = [0], list[int](), devices.Cuda.wait, torch._foreach_copy_
+
+    def counted_wait(device: devices.Cuda) -> None:
+        waits[0] += 1
+        wait(device)
+
+    def counted_copy(to: Any, given: Any) -> None:
+        copies.append(len(to))
+        copy(to, given)
+
+    monkeypatch.setattr(devices.Cuda, "wait", counted_wait)
+    monkeypatch.setattr(torch, "_foreach_copy_", counted_copy)
+    publisher = pulse.Publisher("memory://", baseline="device", codec="gap")
+    assert publisher.publish(trained).nonfinite == 2
+    assert waits == [1]
+    live = the_device.put({name: _copy(tensor).zero_() for name, tensor in given.items()})
+    with torch.inference_mode():
+        live |= the_device.put({name: live[name] for name in ("norm", "not finite")})
+    before = live["head"]._version
+    pulse.Subscriber(publisher.history.store).sync(live)
+    assert bits_of(live) == bits_of(trained)
+    assert live["head"]._version > before
+    assert sorted(copies) == [1, 1, 3, 3]  # of FP8, int64, float32 and bfloat16; but not `apart`
+
+
 def test_the_layout_of_tensors_there_is_kept_and_keeps_none_of_them(the_device: TheDevice) -> None:
     there = the_device.put({"apart": torch.arange(20).reshape(4, 5)[:, 1:4], "floats": torch.arange(6.0)})
     weights = {name: tensor[...] for name, tensor in there.items()}

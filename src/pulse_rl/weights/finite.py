@@ -10,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray, field_of
-from pulse_rl.parallel import ordered_map
-from pulse_rl.weights.bits import Bits
+from pulse_rl.parallel import batched, ordered_map
+from pulse_rl.weights.bits import Bits, TorchBits
 from pulse_rl.weights.pieces import pieces_of
-from pulse_rl.weights.segments import segments
+from pulse_rl.weights.segments import SEGMENT, segments
+from pulse_rl.weights.torch_bits import any_marked
+
+TOGETHER = 1 << 24  # elements on a device that are looked at in a call
 
 # Of each format: which bits tell, and what they are. Most keep their highest exponent for infinities and NaN.
 _COUNTED = {
@@ -37,12 +40,24 @@ def not_finite(bits: UIntArray, dtype: str) -> NDArray[np.bool_]:
 
 def count(tensors: Mapping[str, Bits]) -> dict[str, int]:
     """How many elements that this process holds are NaN or infinite, of each tensor that has some."""
-    found = dict[str, int]()
+    found, there = dict[str, int](), dict[tuple[object, str], list[tuple[str, TorchBits]]]()
     for name, tensor in tensors.items():
-        for piece in pieces_of(tensor) if tensor.dtype in _COUNTED else ():
-            counts = ordered_map(partial(_count, piece.bits), segments(piece.bits.size))
-            found[name] = found.get(name, 0) + sum(counts)
-    return {name: number for name, number in found.items() if number}
+        for _, bits, _ in pieces_of(tensor) if tensor.dtype in _COUNTED else ():
+            small = bits.size <= SEGMENT
+            if small and isinstance(bits, TorchBits) and bits.device and bits.stored_itemsize == bits.itemsize:
+                there.setdefault((bits.device, bits.dtype), []).append((name, bits))
+            else:
+                found[name] = found.get(name, 0) + _count_all(bits)
+    for (_, dtype), alike in there.items():
+        for several in batched(alike, lambda one: one[1].size, TOGETHER):
+            if any_marked([bits for _, bits in several], *_COUNTED[dtype]):
+                for name, bits in several:
+                    found[name] = found.get(name, 0) + _count_all(bits)
+    return {name: found[name] for name in tensors if found.get(name)}
+
+
+def _count_all(bits: Bits) -> int:
+    return sum(ordered_map(partial(_count, bits), segments(bits.size)))
 
 
 def _count(bits: Bits, run: tuple[int, int]) -> int:

@@ -118,7 +118,10 @@ class Layout(Derives, dict[str, Bits]):
         """
         near = device_like if device_like is not None else Layout()
         copies = {name: _clone(bits, device_at(near.get(name)), pinned=pinned) for name, bits in self.items()}
-        return Layout(copies, self.tied)
+        found = Layout(copies, self.tied)
+        for device in found.devices:
+            device.wait()
+        return found
 
     def all_names(self) -> dict[str, Bits]:
         """Every name, tied ones too, → the Bits that stand for it."""

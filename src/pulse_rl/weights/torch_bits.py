@@ -9,7 +9,7 @@ torch is imported when the first is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -106,11 +106,10 @@ class TorchBits:
         return made
 
     def copy_from(self, other: TorchBits) -> None:
-        """Take the bits that another tensor of this device is read as. They are there when this returns."""
+        """Take the bits that another tensor of this device is read as: queued, so the device is to be waited for."""
         assert self.device is not None
         with self.device.own_stream():
-            self._tensor.copy_(other._read_as(other._tensor))
-        self.device.wait()
+            self._tensor.copy_(other._read_as(other._tensor), non_blocking=True)
 
     def _take(self, tensor: torch.Tensor) -> None:
         """Take this as the tensor's memory, and keep it."""
@@ -224,6 +223,31 @@ class TorchBits:
     def extent(self) -> tuple[object, int, int]:
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self._stride, strict=True))
         return (self._where, self.address, self.address + (last + 1) * self.stored_itemsize)
+
+
+def write_all(pairs: Sequence[tuple[TorchBits, UIntArray]]) -> None:
+    """Write whole tensors, each of which lies in one run of memory: with one copy to each device."""
+    import torch
+
+    alike: dict[tuple[Any, ...], list[tuple[torch.Tensor, UIntArray]]] = {}
+    for bits, values in pairs:
+        tensor = bits._tensor
+        kind = bits._where, bits._on_stream, tensor.dtype, tensor.is_inference()
+        alike.setdefault(kind, []).append((tensor.view(-1), values))
+    for (where, on_stream, dtype, inference), several in alike.items():
+        tensors, arrays = zip(*several, strict=True)
+        with on_stream(), torch.inference_mode() if inference else torch.no_grad():
+            there = torch.from_numpy(np.concatenate(arrays)).view(dtype).to(where)
+            torch._foreach_copy_(tensors, torch.split(there, [len(array) for array in arrays]))
+
+
+def any_marked(several: Sequence[TorchBits], mask: int, marked: int) -> bool:
+    """Whether any element of tensors of one device and dtype has these bits under a mask. Waits for the device."""
+    import torch
+
+    with several[0]._on_stream():
+        elements = torch.cat([bits._tensor.reshape(-1) for bits in several])
+        return bool(((elements & mask) == marked).any())
 
 
 class CallersStream:

@@ -4,23 +4,28 @@ Before the first element is written, everything that would make the result anoth
 missing, of another shape, read-only, or that share memory for which the version holds different bits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.manifest import Manifest
+from pulse_rl.parallel import batched
 from pulse_rl.patch.apply import finish_despite_interrupt
 from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
 from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.proof import count, unequal
-from pulse_rl.weights.bits import Bits, differ, mirrored
+from pulse_rl.weights.bits import Bits, TorchBits, differ, mirrored
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout, Sides
 from pulse_rl.weights.pieces import pieces_of, place_view, touching
-from pulse_rl.weights.segments import segments
+from pulse_rl.weights.segments import SEGMENT, segments
+from pulse_rl.weights.torch_bits import write_all
+
+TOGETHER = 1 << 24  # elements that are copied in a call
 
 
 class Restored:
@@ -69,12 +74,27 @@ def write_whole(source: Layout, live: Mapping[str, Copies]) -> None:
     """Write every element of a version that live tensors hold. An interruption is raised after the last one."""
 
     def write() -> None:  # which may be repeated
-        for name, copies in live.items():
-            for copy in copies:
-                for piece in pieces_of(copy) if copy.size else ():
-                    copy_bits(place_view(source[name], piece.box), piece.bits)
+        pairs = (
+            (place_view(source[name], piece.box), piece.bits)
+            for name, copies in live.items()
+            for copy in copies
+            for piece in (pieces_of(copy) if copy.size else ())
+        )
+        for several in batched(pairs, lambda pair: pair[1].size, TOGETHER):
+            _copy_all(several)
 
     finish_despite_interrupt(write)
+
+
+def _copy_all(pairs: Sequence[tuple[Bits, Bits]]) -> None:
+    """Copy the bits of tensors to others: all small ones of a device in one copy to there."""
+    small = list[tuple[TorchBits, UIntArray]]()
+    for source, target in pairs:
+        if isinstance(target, TorchBits) and target.contiguous and target.size <= SEGMENT:
+            small.append((target, source.read(0, source.size)))
+        else:
+            copy_bits(source, target)
+    write_all(small)
 
 
 def _refuse_shared_memory(source: Layout, live: Mapping[str, Copies]) -> None:
