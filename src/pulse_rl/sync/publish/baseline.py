@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.sync.shares import SharePlan
+from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.layout import Layout, device_at
 
 # Where a baseline is kept: in host memory or, of each tensor that lies on a device, in pinned host memory or there.
@@ -24,9 +25,14 @@ class Baseline:
 
         own: the weights.
         """
-        if all(device_at(self.tensors[name]) is device_at(bits) for name, bits in own.items()):
+        if own.derived(_places).items() <= self.tensors.derived(_places).items():
             return self
         return Baseline(clone(self.tensors, own, kept_on), self.manifest, self.plan)
+
+
+def _places(tensors: Layout) -> dict[str, Cuda | None]:
+    """Where each tensor lies."""
+    return {name: device_at(bits) for name, bits in tensors.items()}
 
 
 def clone(tensors: Layout, own: Layout, kept_on: KeptOn) -> Layout:
