@@ -209,7 +209,10 @@ class Learner:
         mask: torch.Tensor,
         advantage: torch.Tensor,
     ) -> None:
-        """Leave the clipped gradient of GRPO's loss in the masters."""
+        """Leave the clipped gradient of GRPO's loss in the masters.
+
+        As `GrpoLoss`, which waits for the device: a graph must not.
+        """
         parameters = list(self.masters.parameters())
         if parameters[0].grad is not None:
             torch._foreach_zero_([parameter.grad for parameter in parameters])

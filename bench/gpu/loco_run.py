@@ -1,14 +1,12 @@
 """PULSELoCo and DiLoCo on the device: two trainers, each a process, whose rounds go over gloo on this machine.
 
-Each samples from its own weights and learns sums of two or three digits by GRPO, with problems of its own. What both
-learned is the reward of the likeliest answers to problems that neither has drawn, before and after.
+Each trainer samples from its own weights, and learns sums of two or three one-digit numbers by GRPO. The two draw
+different problems. The reward of the likeliest answers to problems that neither draws is taken before and after.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import socket
 import statistics
 import time
 from typing import Literal
@@ -19,6 +17,7 @@ import torch.distributed as dist
 import pulse_rl as pulse
 from bench.gpu.children import Keep
 from bench.gpu.learner import Learner, Problem, Sums
+from bench.gpu.one_rank import name_meeting_place
 
 Method = Literal["pulse", "diloco"]
 METHODS = {"pulse": pulse.PulseLoCo, "diloco": pulse.DiLoCo}
@@ -28,10 +27,8 @@ LR = 3e-6
 
 def measure_rounds(where: str, steps: int, seconds: float, method: Method, keep: Keep) -> None:
     """Take steps until there are enough, or the time is over. where: torch's device."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    other = multiprocessing.get_context("spawn").Process(target=_follow, args=(where, steps, method), daemon=True)
+    name_meeting_place()
+    other = multiprocessing.get_context("spawn").Process(target=_follow, args=(where, method), daemon=True)
     other.start()
     run = Trainer(where, method, 0)
     keep("model", run.describe)
@@ -43,7 +40,7 @@ def measure_rounds(where: str, steps: int, seconds: float, method: Method, keep:
     other.join()
 
 
-def _follow(where: str, steps: int, method: Method) -> None:
+def _follow(where: str, method: Method) -> None:
     run = Trainer(where, method, 1)
     with run.loco:
         while run.goes_on(False):

@@ -21,10 +21,15 @@ from pulse_rl.group.collectives import Group
 BUCKET_NBYTES = 32 << 20
 
 
-def measure_collectives(keep: Keep) -> None:
+def name_meeting_place() -> None:
+    """Set in the environment where the ranks of this process, and of those that it starts, meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
+def measure_collectives(keep: Keep) -> None:
+    name_meeting_place()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=0, world_size=1)
     keep("bucket", _bucket)
     dist.destroy_process_group()

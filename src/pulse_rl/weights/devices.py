@@ -162,12 +162,12 @@ class Cuda:
         laid: Elements | None = None,
         before: UIntArray | None = None,
     ) -> int:
-        from pulse_rl.kernels.gpu.spots import gather_spots, spots_delta
+        from pulse_rl.kernels.gpu.spots import Overwrites, spots_delta
 
         with self.own_stream():
             if laid is None and before is None:
                 return spots_delta(spots, counts, indices, values)
-            held = gather_spots(spots, counts, indices, values)
+            held = Overwrites(spots, counts, indices, values).held()
         if before is not None:
             before[:] = held
             held = before

@@ -212,7 +212,7 @@ def _next(j, hot, moved, threshold):
 
 @part
 def begin_telling(place, start, hot, moved):
-    """Before anything of a segment is told."""
+    """How far a segment is written as events at first: not at all."""
     first = _next(_I0, hot.indices.shape[0] > 0, moved, start.threshold)
     return Telling(_I0, first, np.int64(moved.sizes.shape[0]), np.int64(-1), _first_row(place))
 

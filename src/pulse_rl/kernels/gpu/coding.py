@@ -134,8 +134,8 @@ def _hot(hot, s):
 
 @cuda.jit
 def _encode(segments, hot, changes, out, slots, nbytes):
-    """A block codes a segment. A thread of one warp tells what comes next, while one of the other codes what was told
-    before."""
+    """A block codes a segment. A thread of one warp writes the next events; at the same time a thread of the other warp
+    codes the events before them."""
     events, told = cuda.shared.array(HALVES, np.uint16), cuda.shared.array(2, np.int64)
     s, thread = cuda.blockIdx.x, cuda.threadIdx.x
     place, start, leans = _start(segments, s)

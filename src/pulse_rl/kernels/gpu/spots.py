@@ -145,11 +145,6 @@ def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
     return Overwrites(spots, counts, indices, values).write()
 
 
-def gather_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> UIntArray:
-    """The bits that memory on the device holds of elements of segments. Waits. values: as of `spots_delta`."""
-    return Overwrites(spots, counts, indices, values).held()
-
-
 # Copies
 
 
