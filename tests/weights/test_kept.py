@@ -85,3 +85,10 @@ def test_other_parts_of_the_same_memory_are_other_weights() -> None:
     assert kept.layout(weights) is not moved
     tied = {"w": weights["w"], "x": weights["w"]}
     assert kept.layout(tied).tied == {"x": "w"}
+
+
+def test_memory_that_is_read_only_by_now_is_not_written() -> None:
+    array, kept = np.arange(3), Kept()
+    assert kept.layout({"w": array})["w"].writable
+    array.flags.writeable = False
+    assert not kept.layout({"w": array})["w"].writable

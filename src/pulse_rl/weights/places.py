@@ -216,6 +216,7 @@ def _tensor_places(tensors: Sequence[Any]) -> object:
 def _array_places(arrays: Sequence[Any]) -> list[object]:
     if not all(map(isinstance, arrays, repeat(np.ndarray))):
         return [as_bits(array).storage for array in arrays]
-    addresses = map(itemgetter(0), map(itemgetter("data"), map(attrgetter("__array_interface__"), arrays)))
+    # With an address comes whether the memory is read-only: a file can be mapped again where it could be written before.
+    addresses = map(itemgetter("data"), map(attrgetter("__array_interface__"), arrays))
     rest = (map(_interned.__getitem__, map(attrgetter(name), arrays)) for name in ("shape", "strides", "dtype"))
     return list(zip(addresses, *rest, strict=True))
