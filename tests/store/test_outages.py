@@ -138,6 +138,32 @@ def test_wait_goes_on_through_an_outage(gone: Gone, trainee: Trainee) -> None:
         subscriber.wait(7, timeout=0.1)
 
 
+def test_a_wait_in_another_thread_takes_no_patience_away(
+    gone: Gone, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainee.published(gone.inner)
+    subscriber, looking, go_on = pulse.Subscriber(gone, patience=20), threading.Event(), threading.Event()
+
+    def call(*of: Any) -> Any:
+        if threading.current_thread() in waiting:
+            looking.set()
+            go_on.wait(20)
+        return Gone._call(gone, *of)
+
+    monkeypatch.setattr(gone, "_call", call)
+    waiting = [threading.Thread(target=subscriber.wait, args=(0, 20)) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    looking.wait(20)
+    gone.gone_for(0.3)
+    assert subscriber.sync(trainee.empty()).version == 0
+    go_on.set()
+    for thread in waiting:
+        thread.join(20)
+    gone.gone_for(0.3)
+    assert subscriber.sync(trainee.empty()).version == 0
+
+
 @pytest.mark.parametrize("timeout", [float("nan"), -1])
 def test_wait_has_a_timeout(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout: expected seconds"):

@@ -15,13 +15,14 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, TypeVar
 
 from pulse_rl.errors import StoreError
 from pulse_rl.logs import logger
 from pulse_rl.store.around import StoreAround
 from pulse_rl.store.base import Store, after
-from pulse_rl.store.cache import CachedStore, uncached
+from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.remote import CloudStore
 
 log = logger(__name__)
@@ -33,6 +34,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 FORGET_S = 10.0
 
 T = TypeVar("T")
+
+_at_once = ContextVar("at_once", default=False)
 
 
 def check_patience(patience: float) -> float:
@@ -59,17 +62,13 @@ def unwrapped(store: Store) -> Store:
 
 
 @contextmanager
-def impatient(store: Store) -> Iterator[None]:
-    """For the time of a block, let a store raise at once: its caller has a loop of attempts."""
-    store = uncached(store)
-    if not isinstance(store, PatientStore):
-        yield
-        return
-    patience, store.patience = store.patience, 0.0
+def impatient() -> Iterator[None]:
+    """For the time of a block, let stores raise at once in this thread: its caller has a loop of attempts."""
+    token = _at_once.set(True)
     try:
         yield
     finally:
-        store.patience = patience
+        _at_once.reset(token)
 
 
 class PatientStore(StoreAround):
@@ -135,13 +134,14 @@ class PatientStore(StoreAround):
         if not error.temporary:
             self._since = None  # the store has answered
             raise error
+        patience = 0.0 if _at_once.get() else self.patience
         since = self._since  # another thread's success may end the outage at any moment
         if since is None:
             since = self._since = now
-            if self.patience:
-                log.warning("%s; trying again for up to %g s", error, self.patience)
+            if patience:
+                log.warning("%s; trying again for up to %g s", error, patience)
         passed = now - min(since, began)
-        left = self.patience - passed
+        left = patience - passed
         if left <= 0:
             self._failed = now
             raise error

@@ -35,7 +35,7 @@ def wait(
     while True:
         failure = None
         try:
-            with impatient(store):  # this is a loop of attempts already
+            with impatient():  # this is a loop of attempts already
                 newest = look()
                 if newest is not None and newest < version and time.monotonic() >= ask_at:
                     before = newest
