@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from pulse_rl.errors import install_hint
 from pulse_rl.flow import model
 from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback
 from pulse_rl.kernels.cpu import beside
+from tests.store.through import Through
 
 
 class Follower(transformers.TrainerCallback):  # type: ignore[misc]
@@ -80,7 +82,8 @@ def trainer(directory: Path, follower: Follower, **settings: Any) -> Any:
             disable_tqdm=True,
             **{"save_strategy": "no"} | settings,
         ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        train_dataset=(data := [{"input_ids": row, "labels": row} for row in rows]),
+        eval_dataset=data,
         callbacks=[follower],
     )
 
@@ -161,6 +164,17 @@ def test_a_store_is_all_it_needs(tmp_path: Path) -> None:
     assert [manifest.metadata for manifest in pulse.History(store).manifests()][3:] == [{"step": n} for n in (0, 2, 4)]
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_best_model_that_the_trainer_loads_at_its_end_is_the_last_version(tmp_path: Path, every: int) -> None:
+    store = pulse.open_store("memory://")
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    run = trainer(tmp_path, Follower(), max_steps=4, load_best_model_at_end=True, greater_is_better=True, **best)
+    run.add_callback(PublishCallback(store, every=every))
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")  # of the greatest loss
+    assert published(store)[-1] == (5 if every == 1 else 4, pulse.digest(bits_of(run.model)))
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_the_trainers_own_log_takes_what_was_published(tmp_path: Path, background: bool) -> None:
     """In the background it is the version before, as the last one is still being coded."""
@@ -200,6 +214,33 @@ class Outage(transformers.TrainerCallback):  # type: ignore[misc]
             self._away.rename(self._store)
 
 
+class Interrupt(transformers.TrainerCallback):  # type: ignore[misc]
+    """Ends the training once, while its last version is on its way, which takes another half second."""
+
+    def __init__(self, held: threading.Event) -> None:
+        self._held = held
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and not self._held.is_set():
+            threading.Timer(0.5, self._held.set).start()
+            raise KeyboardInterrupt
+
+
+def test_a_training_after_one_that_was_interrupted_goes_on_after_its_last_version(tmp_path: Path) -> None:
+    held = threading.Event()
+    store: Any = Through(inner := pulse.open_store("memory://"))
+    store.before = lambda call, name: call == "put" and name.endswith("02.json") and held.wait(20)
+    run = trainer(tmp_path, Follower(), max_steps=2)
+    run.add_callback(PublishCallback(store))
+    run.add_callback(Interrupt(held))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.train()
+    assert [(m.version, m.metadata) for m in pulse.History(inner).manifests()] == [
+        (number, {"step": step}) for number, step in enumerate((0, 1, 2, 0, 1, 2))
+    ]
+
+
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_a_failing_store_ends_the_training_or_is_a_warning(
     tmp_path: Path, on_error: Any, caplog: pytest.LogCaptureFixture
@@ -224,8 +265,9 @@ def test_only_the_first_process_publishes() -> None:
     store = pulse.open_store("memory://")
     callback = PublishCallback(store)
     state = SimpleNamespace(is_world_process_zero=False, global_step=3)
+    args = SimpleNamespace(load_best_model_at_end=False)
     for event in (callback.on_train_begin, callback.on_step_end, callback.on_train_end):
-        event(None, state, None, model=torch.nn.Linear(2, 2))
+        event(args, state, None, model=torch.nn.Linear(2, 2))
     assert published(store) == []
     wrong: dict[str, Any]
     for wrong in ({"every": 0}, {"on_error": "ignore"}):

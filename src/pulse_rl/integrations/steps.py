@@ -67,6 +67,7 @@ class StepPublisher:
 
         first: whether this process is the first one, as the framework says. files: gives what anchors get.
         """
+        self._settle(step)  # of a training that was interrupted, its last version may be on its way
         place = default_place()  # Accelerate calls every rank the first one where it knows no device
         first = place.rank == 0 if place else first
         sharded = is_sharded(held(self._source(model)))
@@ -92,10 +93,19 @@ class StepPublisher:
         if step % self._every == 0:
             self._publish(model, step)
 
-    def end(self, model: Any, step: int) -> None:
-        """Publish the model after the last step, if it was not, and wait until all is committed."""
-        if step % self._every:
+    def end(self, model: Any, step: int, *, moved: bool = False) -> None:
+        """Publish the model after the last step, if it was not, and wait until all is committed.
+
+        moved: whether something else than a step has written to it since.
+        """
+        if moved:
+            self._offset = None  # the step's own version may be there
+        if moved or step % self._every:
             self._publish(model, step)
+        self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        """Wait until all is committed, and let go of the publisher."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             self._attempt(publisher.flush if publisher is self._given else publisher.close, step)

@@ -216,7 +216,7 @@ def _tensor_places(tensors: Sequence[Any]) -> object:
 def _array_places(arrays: Sequence[Any]) -> list[object]:
     if not all(map(isinstance, arrays, repeat(np.ndarray))):
         return [as_bits(array).storage for array in arrays]
-    # With an address comes whether the memory is read-only: a file can be mapped again where it could be written before.
+    # With each address comes whether it is read-only: a file may be mapped again where one was that could be written.
     addresses = map(itemgetter("data"), map(attrgetter("__array_interface__"), arrays))
     rest = (map(_interned.__getitem__, map(attrgetter(name), arrays)) for name in ("shape", "strides", "dtype"))
     return list(zip(addresses, *rest, strict=True))

@@ -19,6 +19,7 @@ _transformers = require("transformers", "run")
 class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Publishes the model when training begins, after every `every`-th optimizer step, and when training ends.
 
+    With `load_best_model_at_end` the last version is the best model, which the trainer has loaded by then.
     The version is the trainer's `state.global_step`, which its metadata has as `step`. If the history already has that
     version or a newer one when training begins, as after a resume, versions continue after its newest one: each is then
     its step plus a constant.
@@ -81,7 +82,8 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
             log_scalars(self._trainer, scalars)
 
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
-        self._steps.end(model, state.global_step)
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None  # the trainer has loaded it
+        self._steps.end(model, state.global_step, moved=best)
 
 
 def _files_of(assets: Any) -> dict[str, bytes]:
