@@ -307,7 +307,8 @@ def test_spans_are_checked_and_written_together(
 ) -> None:
     """Where they lie on a device, up to a number of changes: one call for each width of elements."""
     monkeypatch.setattr(encode, "CLOSE_NBYTES", {1: 8, 2: 8})
-    monkeypatch.setattr(work, "ON_DEVICE", at_once)
+    for name in ("ON_DEVICE", "TOGETHER"):
+        monkeypatch.setattr(work, name, at_once)
     called = list[str]()
 
     class Noted(devices.Cuda):

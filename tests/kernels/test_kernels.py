@@ -214,6 +214,11 @@ ASCENDING = st.lists(
 ).map(lambda steps: (np.cumsum([0, *steps])[1:] - 1).astype(np.uint32))
 
 
+def bytes_of(words: Any) -> Any:
+    """The low bytes of words, and the high ones."""
+    return words.view(np.uint8).reshape(-1, 2).T.copy()
+
+
 @settings(deadline=None, max_examples=200)
 @given(ASCENDING)
 def test_gaps_equal_their_twin_and_decode_to_the_indices(indices: Any) -> None:
@@ -224,11 +229,12 @@ def test_gaps_equal_their_twin_and_decode_to_the_indices(indices: Any) -> None:
     n = int(indices[-1]) + 1 if len(indices) else 0
     decoded = np.empty_like(indices)
     size, count, dense = np.array([n]), np.array([len(indices)]), np.array([False])
-    assert cpu.gap_decode(words[:used], size, count, dense, decoded) == used
+    low, high = bytes_of(words[:used])
+    assert cpu.gap_decode(low, high, size, count, dense, decoded) == used
     assert decoded.tolist() == indices.tolist()
     if n:
-        assert cpu.gap_decode(words[:used], size - 1, count, dense, decoded) == -1  # the last index is out of range
-        assert cpu.gap_decode(words[: used - 1], size, count, dense, decoded) == -1  # the words run out
+        assert cpu.gap_decode(low, high, size - 1, count, dense, decoded) == -1  # the last index is out of range
+        assert cpu.gap_decode(low[:-1], high[:-1], size, count, dense, decoded) == -1  # the words run out
 
 
 @settings(deadline=None, max_examples=300)
@@ -244,8 +250,8 @@ def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: li
     counts, sizes, dense = (np.array([segment[i] for segment in segments], np.int64) for i in range(3))
     sizes = np.where(dense, counts, sizes)  # dense segments change everywhere
     indices, naive = np.zeros(counts.sum(), np.uint32), np.zeros(counts.sum(), np.uint32)
-    used = cpu.gap_decode(words, sizes, counts, dense > 0, indices)
-    assert used == reference.gap_decode(words, sizes, counts, dense, naive)
+    used = cpu.gap_decode(*bytes_of(words), sizes, counts, dense > 0, indices)
+    assert used == reference.gap_decode(*bytes_of(words), sizes, counts, dense, naive)
     assert indices.tolist() == naive.tolist()
     if used >= 0:
         assert (indices < np.repeat(sizes, counts)).all()

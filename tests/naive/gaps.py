@@ -15,7 +15,8 @@ def gap_encode(indices: Any, words: Any) -> int:
     return k
 
 
-def gap_decode(words: Any, sizes: Any, counts: Any, dense: Any, indices: Any) -> int:
+def gap_decode(low: Any, high: Any, sizes: Any, counts: Any, dense: Any, indices: Any) -> int:
+    words = [int(a) + 256 * int(b) for a, b in zip(low, high, strict=True)]
     at = k = 0
     for number, (size, count, every) in enumerate(zip(sizes, counts, dense, strict=True)):
         index = -1
@@ -26,12 +27,12 @@ def gap_decode(words: Any, sizes: Any, counts: Any, dense: Any, indices: Any) ->
         for _ in range(int(count)):
             if at >= len(words):
                 return -1 - number
-            gap = int(words[at])
+            gap = words[at]
             at += 1
             if gap == 0xFFFF:
                 if at + 2 > len(words):
                     return -1 - number
-                gap = int(words[at]) + (int(words[at + 1]) << 16)
+                gap = words[at] + (words[at + 1] << 16)
                 at += 2
                 if gap < 0xFFFF:
                     return -1 - number

@@ -452,7 +452,7 @@ def test_malformed_indices() -> None:
         ("2", "2", (2, 0, 0, 0, 2, n, 2, 0, 20, 3, 5, 9), "a block reaches past the spans"),
         ("2", "2", (0, 0, 2, 0, 2, n, 2, 0, 20, 3, 5, 9), "a block reaches past the spans"),
         ("1", "0", (1, 0, 20, 3, 5, 9), "expected at most 4 spans, found 0 in 1 blocks"),
-        ("1", "2", (2, 0, 2, n, 2, 0, 20, 3, 5, 9), "gap block: expected . frames"),
+        ("1", "2", (2, 0, 2, n, 2, 0, 20, 3, 5, 9), "gap block: expected 10 frames, found 0"),
     ]:
         edited = {**streams, "index": words(*numbers, spans=int(spans))}
         refused(seal(metadata | {"blocks": blocks, "spans": spans}, edited), message)
@@ -499,8 +499,8 @@ def test_malformed_gap_blocks() -> None:
     refused(with_block(gaps(good)), kind=pulse.IntegrityError)  # intact, but not the target
     refused(with_block(b"abc"), "gap block: expected a frame of 6513249 bytes, found 0")
     refused(with_block(struct.pack("<I", 1 << 31) + gaps(good)), "gap block: expected a frame of 2147483648 bytes")
-    refused(with_block(gaps(good) + b"x"), "gap block: expected 10 frames, found 10 and 1 bytes")
-    refused(with_block(gaps(good)[: -4 - len(values[-1])]), "gap block: expected 10 frames, found 9 and 0 bytes")
+    refused(with_block(gaps(good) + b"x"), "gap block: expected a frame of 120 bytes, found 0")
+    refused(with_block(gaps(good)[: -4 - len(values[-1])]), "gap block: expected 10 frames, found 9")
     refused(with_block(span_of([b"", compress(bytes(32)), *values])), "gaps: broken zstd frame")
     refused(with_block(first_value(b"")), "values: broken zstd frame")
     odd = span_of([compress(bytes(32)), compress(bytes(31)), *values])

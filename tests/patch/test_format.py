@@ -238,7 +238,8 @@ def test_gap_words(indices: list[int], words: str) -> None:
     used = cpu.gap_encode(np.array(indices, np.uint32), np.array([0, len(indices)]), found)
     assert found[:used].tobytes().hex() == words
     decoded, counts, dense = np.zeros(len(indices), np.uint32), np.array([len(indices)]), np.array([False])
-    assert cpu.gap_decode(found[:used], np.array([1 << 20]), counts, dense, decoded) == used
+    low, high = found[:used].view(np.uint8).reshape(-1, 2).T
+    assert cpu.gap_decode(low.copy(), high.copy(), np.array([1 << 20]), counts, dense, decoded) == used
     assert decoded.tolist() == indices
 
 
@@ -416,13 +417,19 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
     index = zstandard.decompress(streams["index"])
     target = {row[0]: bytearray(base[row[0]]) for row in tensors}
     segments, spans = document_segments(tensors), int(metadata["spans"])
-    index = index[8 * int(metadata["blocks"]) :]  # what spans share is nothing with this codec
+    blocks = [n for n, _ in struct.iter_unpack("<II", index[: 8 * int(metadata["blocks"])])]  # spans of each
+    index = index[8 * len(blocks) :]
     numbers = [n for (n,) in struct.iter_unpack("<I", index[: 8 * spans + 4 * len(segments)])]
     hashes = index[8 * spans + 4 * len(segments) :]
     counts = iter(numbers[2 * spans :])
     assert metadata["codec"] == "gap"
     at = taken = 0
-    for number, nbytes in zip(numbers[: 2 * spans : 2], numbers[1 : 2 * spans : 2], strict=True):
+    sizes, widths = numbers[: 2 * spans : 2], []
+    for several in blocks:
+        here = sum(sizes[len(widths) : len(widths) + several])
+        first = sum(sizes[: len(widths)])
+        widths += [max(segment.width for segment in segments[first : first + here])] * several
+    for number, nbytes, most in zip(sizes, numbers[1 : 2 * spans : 2], widths, strict=True):
         payload = streams["payload"][at : at + nbytes]
         assert hashes[:16] == blake3(payload).digest()[:16]
         hashes = hashes[16:]
@@ -431,7 +438,7 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
         sparse = [n * (2 + segment.width) < len(segment.places) * segment.width for segment, n in specs]
         low, high, *planes = (list(zstandard.decompress(frame)) for frame in frames_of(payload))
         words = [a + 256 * b for a, b in zip(low, high, strict=True)]
-        assert len(planes) == max(segment.width for segment, _ in specs)
+        assert len(planes) == most
         for (segment, n), is_sparse in zip(specs, sparse, strict=True):
             previous, width = -1, segment.width
             for j in range(n if is_sparse else len(segment.places)):

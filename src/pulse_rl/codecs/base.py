@@ -260,9 +260,7 @@ class Codec(Protocol):
     """Codes blocks of changes. Stateless: one instance serves all threads."""
 
     name: str
-    # Whether decoding reads the old bits; if not, its readers are never called. If so, the bytes of several spans of a
-    # block that follow one another are also those of one span, so that many segments can be decoded at once.
-    conditional: bool
+    conditional: bool  # whether decoding reads the old bits; if not, its readers are never called
     block_nbytes: int  # decoded changes after which a block is closed
 
     def is_dense(self, specs: Specs) -> NDArray[np.bool_]:
@@ -276,10 +274,11 @@ class Codec(Protocol):
 
     def open(
         self, shared: memoryview, specs: Sequence[Specs], spans: Sequence[int]
-    ) -> list[Callable[[memoryview], Units]]:
+    ) -> list[Callable[[Sequence[memoryview]], Units]]:
         """For each span of a block, of so many segments each, what gives the span's units from its bytes.
 
-        This is cheap: it decodes no segment. Both raise FormatError for malformed bytes.
+        Spans that follow one another may be opened as one, from the bytes of each: so many segments are decoded at
+        once. This is cheap: it decodes no segment. Both raise FormatError for malformed bytes.
         """
 
 

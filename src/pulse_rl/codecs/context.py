@@ -112,11 +112,11 @@ class ContextCodec:
         if len(block) < 4:
             raise FormatError(f"context block: expected at least 4 bytes, found {len(block)}")
         (nbytes,) = struct.unpack_from("<I", block)
-        return self.open(block[4 : 4 + nbytes], specs_of(specs), [len(specs)])[0](block[4 + nbytes :])
+        return self.open(block[4 : 4 + nbytes], specs_of(specs), [len(specs)])[0]([block[4 + nbytes :]])
 
     def open(
         self, shared: memoryview, specs: Sequence[Specs], spans: Sequence[int]
-    ) -> list[Callable[[memoryview], Units]]:
+    ) -> list[Callable[[Sequence[memoryview]], Units]]:
         groups: dict[str, list[NDArray[np.int64]]] = {}  # of those that change by dtype, in order of first appearance
         first = 0
         for each in specs:
@@ -145,10 +145,10 @@ class ContextCodec:
 
 
 def _units(
-    specs: Sequence[Specs], starts: dict[str, Starts], classes: Ints, nbytes: Ints, payload: memoryview
+    specs: Sequence[Specs], starts: dict[str, Starts], classes: Ints, nbytes: Ints, payloads: Sequence[memoryview]
 ) -> Units:
-    """The units of a span: its segments."""
-    ends = np.cumsum(nbytes)
+    """The units of spans: their segments."""
+    ends, payload = np.cumsum(nbytes), payloads[0] if len(payloads) == 1 else b"".join(payloads)
     if nbytes.sum() != len(payload):
         raise FormatError(f"context block: expected {nbytes.sum()} bytes, found {len(payload)}")
     streams = Streams(np.frombuffer(payload, np.uint8), ends - nbytes, ends)

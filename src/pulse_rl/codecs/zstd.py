@@ -1,8 +1,18 @@
 """One zstd frame of untrusted bytes, decompressed within a limit."""
 
+import threading
+
 import zstandard
 
 from pulse_rl.errors import FormatError
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor()  # a new one takes longer than 60 KB of values
+
+
+_local = _Local()
 
 
 def decompress(frame: memoryview, limit: int, what: str) -> bytes:
@@ -15,7 +25,7 @@ def decompress(frame: memoryview, limit: int, what: str) -> bytes:
         size = zstandard.get_frame_parameters(frame).content_size
         if size == zstandard.CONTENTSIZE_UNKNOWN or size > limit:
             raise FormatError(f"{what}: expected at most {limit} bytes, the frame declares {size}")
-        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        decompressor = _local.decompressor.decompressobj()
         data = decompressor.decompress(frame)
     except zstandard.ZstdError as error:
         raise FormatError(f"{what}: broken zstd frame: {error}") from None

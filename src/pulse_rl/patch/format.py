@@ -88,7 +88,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-Joined: TypeAlias = Callable[[Span, Span], bool]  # whether a span is opened with the one before it
+Joined: TypeAlias = Callable[[Sequence[Span], Span], bool]  # whether a span is opened with those before it
 
 
 class Block(NamedTuple):
@@ -150,7 +150,7 @@ class Patch(NamedTuple):
     def opened(self, joined: Joined | None = None) -> Iterator[tuple[Segments, Units]]:
         """Of each span that was read, in order, the segments and the units.
 
-        joined: which spans of a conditional codec are opened as one; None for no such.
+        joined: which spans of a block are opened as one; None for no such.
         Raises PatchFormatError for a span that no encoder wrote; so does `decode` of units.
         """
         for block in self.blocks:
@@ -162,7 +162,7 @@ class Patch(NamedTuple):
             runs: list[list[Span]] = []
             for span in block.spans:
                 read = span.number in self.payloads and bool(runs) and runs[-1][-1].number in self.payloads
-                if read and joined is not None and joined(runs[-1][-1], span):
+                if read and joined is not None and joined(runs[-1], span):
                     runs[-1].append(span)
                 else:
                     runs.append([span])
@@ -173,7 +173,7 @@ class Patch(NamedTuple):
                 continue
             coded = [self.payloads[span.number] for span in run]
             with translate(FormatError, to=PatchFormatError):
-                found = units(coded[0] if len(coded) == 1 else memoryview(b"".join(coded)))
+                found = units(coded)
             start = run[0].segments.numbers.start
             yield self.segments[start : start + size], found._replace(decode=partial(_decode, found))
 

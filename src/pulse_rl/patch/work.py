@@ -17,7 +17,7 @@ from pulse_rl.codecs.base import Decoded, OldBits, OldReader, Units
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import MemoryRows
-from pulse_rl.patch.format import Patch, Span
+from pulse_rl.patch.format import Joined, Patch, Span
 from pulse_rl.patch.live import Copies, SharedMemory
 from pulse_rl.patch.overlay import Laid, Older, Overlay
 from pulse_rl.patch.scan import rows_of
@@ -30,6 +30,7 @@ from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.host_bits import Counter
 from pulse_rl.weights.layout import derived
 
+TOGETHER = 1 << 16  # changes that are worth a task: with fewer, Python takes longer than the kernels
 ON_DEVICE = 1 << 20  # changes after which a device is called: each call takes the host about a millisecond
 
 
@@ -226,8 +227,10 @@ def plan(
         else:
             assert before is not None
             tensors, laid = _tensors(live, part.table, before.by_name()), None
-        together = device is not HOST and part.codec.conditional  # a device decodes as many at once as it can
-        for span, units in part.opened(partial(_joined, lying, changing) if here and together else None):
+        joined: Joined | None = partial(_few, lying.held & changing, counts)
+        if part.codec.conditional:  # a device decodes as many at once as it can
+            joined = partial(_usable, lying, changing) if here and device is not HOST else None
+        for span, units in part.opened(joined):
             first, stop = span.numbers.start, span.numbers.stop
             here_too = lying.held[first:stop] & changing[first:stop]
             needed = np.logical_or.reduceat(here_too, np.cumsum(units.sizes) - units.sizes)
@@ -284,9 +287,19 @@ def held_of(
     return found
 
 
-def _joined(lying: Located, changing: NDArray[np.bool_], one: Span, other: Span) -> bool:
-    """Whether two spans are decoded together: kernels use the old bits of all that they change as they lie."""
-    at = slice(one.segments.numbers.start, other.segments.numbers.stop)
+def _few(changing: NDArray[np.bool_], counts: NDArray[np.uint32], run: Sequence[Span], other: Span) -> bool:
+    """Whether a span is decoded with those before it: these have few changes, and both some.
+
+    changing: which segments change in what is held.
+    """
+    first, last, after = run[0].segments.numbers, run[-1].segments.numbers, other.segments.numbers
+    few = counts[first.start : last.stop].sum() < TOGETHER
+    return bool(few and all(changing[each.start : each.stop].any() for each in (last, after)))
+
+
+def _usable(lying: Located, changing: NDArray[np.bool_], run: Sequence[Span], other: Span) -> bool:
+    """Whether a span is decoded with those before it: kernels use the old bits of all that they change as they lie."""
+    at = slice(run[-1].segments.numbers.start, other.segments.numbers.stop)
     return bool(lying.usable[at][lying.held[at] & changing[at]].all())
 
 

@@ -5,7 +5,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.kernels.cpu.arrays import read_only
-from pulse_rl.kernels.cpu.compiled import kernel
+from pulse_rl.kernels.cpu.compiled import inlined, kernel
+
+_ONE, _TWO = np.uint64(1), np.uint64(2)
 
 
 @kernel
@@ -37,46 +39,53 @@ def gap_encode(indices: NDArray[np.uint32], edges: NDArray[np.int64], words: NDA
     return int(_gap_encode(read_only(indices), read_only(edges), words))
 
 
+@inlined
+def _word(low, high, at):
+    return np.int64(low[at]) | (np.int64(high[at]) << 8)
+
+
 @kernel
-def _gap_decode(words, sizes, counts, dense, indices):
-    at = 0
-    k = np.int64(0)
+def _gap_decode(low, high, sizes, counts, dense, indices):
+    at, words, k = np.uint64(0), np.uint64(low.shape[0]), np.int64(0)  # an index without a sign is not checked for one
     for s in range(sizes.shape[0]):
-        index = np.int64(-1)
-        for j in range(k, k + counts[s]):
+        index, size, mine = np.int64(-1), sizes[s], indices[k : k + counts[s]]
+        for j in range(mine.shape[0]):
             if dense[s]:
-                indices[j] = j - k
+                mine[j] = j
                 continue
-            if at >= words.shape[0]:
+            if at >= words:
                 return -1 - s
-            gap = np.int64(words[at])
-            at += 1
+            gap = _word(low, high, at)
+            at += _ONE
             if gap == 0xFFFF:
-                if at + 2 > words.shape[0]:
+                if at + _TWO > words:
                     return -1 - s
-                gap = np.int64(words[at]) | (np.int64(words[at + 1]) << 16)
-                at += 2
+                gap = _word(low, high, at) | (_word(low, high, at + _ONE) << 16)
+                at += _TWO
                 if gap < 0xFFFF:
                     return -1 - s
             index += gap + 1
-            if index >= sizes[s]:
+            if index >= size:
                 return -1 - s
-            indices[j] = index
+            mine[j] = index
         k += counts[s]
-    return at
+    return np.int64(at)
 
 
 def gap_decode(
-    words: NDArray[np.uint16],
+    low: NDArray[np.uint8],
+    high: NDArray[np.uint8],
     sizes: NDArray[np.int64],
     counts: NDArray[np.int64],
     dense: NDArray[np.bool_],
     indices: NDArray[np.uint32],
 ) -> int:
-    """Fill indices (k,) from the gaps of several segments in words; each is proved below its segment's size.
+    """Fill indices (k,) from the gaps of several segments; each is proved below its segment's size.
 
-    sizes, counts: (segments,) elements and changes of each; the counts add up to k. dense: (segments,) those that have
-    no gaps, as all their elements change. Returns how many words were used; −1 − s if the words run out in segment s,
-    an index of it is out of range, or a short gap is written as a long one.
+    low, high: (words,) the low and the high bytes of the words. sizes, counts: (segments,) elements and changes of
+    each; the counts add up to k. dense: (segments,) those that have no gaps, as all their elements change. Returns how
+    many words were used; −1 − s if the words run out in segment s, an index of it is out of range, or a short gap is
+    written as a long one.
     """
-    return int(_gap_decode(read_only(words), read_only(sizes), read_only(counts), read_only(dense), indices))
+    words = read_only(low), read_only(high)
+    return int(_gap_decode(*words, read_only(sizes), read_only(counts), read_only(dense), indices))

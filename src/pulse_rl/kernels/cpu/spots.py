@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.arrays import LANES, buffer, prefetch_line, read_only
-from pulse_rl.kernels.cpu.compiled import kernel
+from pulse_rl.kernels.cpu.compiled import kernel, part
 from pulse_rl.kernels.cpu.digests import C1, C2, mixed
 
 WHOLE = 1 << 32  # more than the elements of any segment
@@ -126,43 +126,59 @@ def store(typingctx: Any, values: Any, address: Any, index: Any, value: Any) -> 
     return types.void(values, types.uint64, types.int64, values.dtype), codegen
 
 
+@part
+def _lie(start, each, run, over, indices, found):
+    """Set found (k,) to start + each · (index + row · over), mod 2^64, of each index in rows of `run`."""
+    if over == 0:
+        for j in range(indices.shape[0]):
+            found[j] = start + each * np.uint64(indices[j])
+        return
+    inverse = 1.0 / np.float64(max(run, 1))
+    for j in range(indices.shape[0]):
+        row = np.int64((np.float64(indices[j]) + 0.5) * inverse)  # exact: far nearer to no other whole number
+        found[j] = start + each * np.uint64(np.int64(indices[j]) + row * over)
+
+
+@part
+def _gained(places, before, after):
+    """What the digest gains. Apart from the loop that waits for memory, so that many are added up at once."""
+    total = np.uint64(0)
+    for j in range(after.shape[0]):
+        total += mixed(places[j] + np.uint64(after[j]) * C2) - mixed(places[j] + np.uint64(before[j]) * C2)
+    return total
+
+
 @kernel
 def _spots_delta(spots, counts, indices, values, laid, before, reads, places, wheres):
-    itemsize = np.uint64(values.itemsize)
-    s, k = 0, np.int64(0)
+    total, s, k, at = np.uint64(0), np.int64(0), np.int64(0), np.int64(0)
     while s < counts.shape[0]:
-        begun = k
-        while s < counts.shape[0] and k - begun < AT_ONCE:  # ask for the cache lines: a load waits for those before it
-            address, apart, stride = spots.addresses[s], spots.apart[s], spots.strides[s]
-            run, position = np.uint32(spots.runs[s]), spots.seeds[s] + np.uint64(spots.starts[s]) * C1
-            for j in range(k, k + counts[s]):
-                row = np.uint32(indices[j] // run)  # a division of 32 bits takes a third of the time of one of 64
-                column = np.int64(np.uint32(indices[j] - row * run))
-                wheres[j] = address + np.uint64(np.int64(row) * apart + column) * itemsize
-                if reads:
-                    ask_for(values, wheres[j], 0)
-                places[j] = position + np.uint64(np.int64(row) * stride + column) * C1
+        first, begun = s, k
+        while s < counts.shape[0] and k - begun < AT_ONCE:
+            mine, run, here = indices[k : k + counts[s]], spots.runs[s], k - begun
+            _lie(spots.addresses[s], np.uint64(values.itemsize), run, spots.apart[s] - run, mine, wheres[here:])
+            position = spots.seeds[s] + np.uint64(spots.starts[s]) * C1
+            _lie(position, C1, run, spots.strides[s] - run, mine, places[here:])
             k += counts[s]
             s += 1
-        for j in range(begun, k if reads else begun):
-            before[j] = load(values, wheres[j], 0)
-    k, at = np.int64(0), np.int64(0)
-    for s in range(laid.counts.shape[0]):
-        end = at + laid.counts[s]
-        for j in range(k, k + counts[s]):
-            while at < end and laid.indices[at] < indices[j]:
-                at += 1
-            if at < end and laid.indices[at] == indices[j]:
-                before[j] = laid.values[at]
-        at = end
-        k += counts[s]
-    total, k = np.uint64(0), np.int64(0)
-    for s in range(counts.shape[0]):  # apart from the loop that waits for memory
-        gained = np.uint64(0)
-        for j in range(k, k + counts[s]):
-            gained += mixed(places[j] + np.uint64(values[j]) * C2) - mixed(places[j] + np.uint64(before[j]) * C2)
-        total += np.uint64(spots.times[s]) * gained
-        k += counts[s]
+        held = before[begun:k]
+        if reads:  # ask for the cache lines first: a load waits for those before it
+            for j in range(held.shape[0]):
+                ask_for(values, wheres[j], 0)
+            for j in range(held.shape[0]):
+                held[j] = load(values, wheres[j], 0)
+        k = begun
+        for t in range(first, s):
+            own = slice(k - begun, k - begun + counts[t])
+            if t < laid.counts.shape[0]:
+                end = at + laid.counts[t]
+                for j in range(k, k + counts[t]):
+                    while at < end and laid.indices[at] < indices[j]:
+                        at += 1
+                    if at < end and laid.indices[at] == indices[j]:
+                        before[j] = laid.values[at]
+                at = end
+            total += np.uint64(spots.times[t]) * _gained(places[own], held[own], values[k : k + counts[t]])
+            k += counts[t]
     return total
 
 
@@ -202,28 +218,26 @@ def spots_delta(
 
 
 @kernel
-def _write_spots(spots, counts, indices, values):
-    wrong = np.int64(-1)
-    s, k = 0, np.int64(0)
+def _write_spots(spots, counts, indices, values, wheres):
+    wrong, s, k = np.int64(-1), np.int64(0), np.int64(0)
     while s < counts.shape[0]:
         first, begun = s, k
-        for turn in range(3):  # ask for the cache lines, since a store waits for those before it; write; read back
-            s, k = first, begun
-            while s < counts.shape[0] and k - begun < AT_ONCE:
-                address, apart, run = spots.addresses[s], spots.apart[s], np.uint32(spots.runs[s])
-                for j in range(k, k + counts[s]):
-                    at = np.int64(indices[j])
-                    if apart != run:
-                        row = np.uint32(indices[j] // run)
-                        at += np.int64(row) * (apart - np.int64(run))
-                    if turn == 0:
-                        ask_for(values, address, at)
-                    elif turn == 1:
-                        store(values, address, at, values[j])
-                    elif load(values, address, at) != values[j]:
-                        wrong = np.int64(s)
-                k += counts[s]
-                s += 1
+        while s < counts.shape[0] and k - begun < AT_ONCE:
+            mine, run = indices[k : k + counts[s]], spots.runs[s]
+            _lie(spots.addresses[s], np.uint64(values.itemsize), run, spots.apart[s] - run, mine, wheres[k - begun :])
+            k += counts[s]
+            s += 1
+        new = values[begun:k]
+        for j in range(new.shape[0]):  # ask for the cache lines first: a store waits for those before it
+            ask_for(values, wheres[j], 0)
+        for j in range(new.shape[0]):
+            store(values, wheres[j], 0, new[j])
+        for j in range(new.shape[0]):
+            if load(values, wheres[j], 0) != new[j]:
+                wrong, left = first, np.int64(j)
+                while left >= counts[wrong]:
+                    left -= counts[wrong]
+                    wrong += 1
     return wrong
 
 
@@ -232,7 +246,8 @@ def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
 
     Returns the number of a segment that does not hold them; None where all do.
     """
-    wrong = int(_write_spots(spots, counts, read_only(indices), read_only(values)))
+    wheres = buffer("wheres", len(values), np.uint64)
+    wrong = int(_write_spots(spots, counts, read_only(indices), read_only(values), wheres))
     return None if wrong < 0 else wrong
 
 

@@ -133,7 +133,8 @@ def _warm_casts() -> None:
 def _warm_gaps() -> None:
     indices, words = np.arange(N, dtype=np.uint32), np.empty(3 * N, np.uint16)
     used, size = gap_encode(indices, np.array([0, N]), words), np.array([N])
-    gap_decode(words[:used], size, size, np.zeros(1, np.bool_), indices)
+    low, high = words[:used].view(np.uint8).reshape(-1, 2).T.copy()
+    gap_decode(low, high, size, size, np.zeros(1, np.bool_), indices)
 
 
 def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
