@@ -132,6 +132,26 @@ def test_layers_that_are_called_like_a_wrapper_keep_their_names() -> None:
     assert sorted(names.named_parameters(torch.compile(model))) == ["module._orig_mod.bias", "module._orig_mod.weight"]
 
 
+class Counting(torch.nn.Linear):
+    """A layer that keeps more than tensors in its state dict, as those of Transformer Engine do."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(3, 3)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state if isinstance(self.state, dict) else torch.tensor(self.state)
+
+
+@pytest.mark.parametrize("state", [{"scale": 1.0}, 7], ids=["dict", "tensor"])
+def test_a_modules_extra_state_is_no_tensor_of_it(state: Any) -> None:
+    store = pulse.open_store("memory://")
+    trained, followed = (torch.nn.Sequential(Counting(state)) for _ in range(2))
+    pulse.Publisher(store).publish(trained, version=0)
+    assert pulse.Subscriber(store).sync(followed).digest == pulse.digest(dict(trained.named_parameters()))
+    assert torch.equal(followed[0].weight, trained[0].weight)
+
+
 def test_partitioned_parameters_of_deepspeed_are_refused() -> None:
     """ZeRO stage 3 leaves nothing of them in the model: without a word, empty tensors would be published."""
     model = torch.nn.Linear(2, 2)

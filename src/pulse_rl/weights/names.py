@@ -89,10 +89,13 @@ def _own_name(model: Any, name: str) -> str:
 
 
 def named_state(model: Any) -> dict[str, Any]:
-    """The parameters and persistent buffers of a torch module under their own names, as they are."""
+    """The parameters and persistent buffers of a torch module under their own names, as they are.
+
+    What modules put beside them, as the counters of Transformer Engine's, is made anew at each call, of any type.
+    """
     state = model.state_dict(keep_vars=True)
     own = own_names(model, state)
-    return {own[name]: tensor for name, tensor in state.items()}
+    return {own[name]: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "_extra_state"}
 
 
 def named_parameters(model: Any) -> dict[str, Any]:
