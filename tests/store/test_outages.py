@@ -164,10 +164,20 @@ def test_a_wait_in_another_thread_takes_no_patience_away(
     assert subscriber.sync(trainee.empty()).version == 0
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), -1])
-def test_wait_has_a_timeout(timeout: float) -> None:
+@pytest.mark.parametrize("timeout", [float("nan"), -1, None, "1"])
+def test_wait_has_a_timeout(timeout: Any) -> None:
     with pytest.raises(ValueError, match="timeout: expected seconds"):
         pulse.Subscriber("memory://").wait(0, timeout)
+
+
+@pytest.mark.parametrize("version", ["1", 1.0, True, -1])
+def test_a_version_is_a_whole_number(version: Any) -> None:
+    store = pulse.open_store("memory://")
+    pulse.Publisher(store).publish({"w": np.zeros(3)}, version=1)
+    subscriber = pulse.Subscriber(store)
+    for act in (lambda: subscriber.wait(version, 1), lambda: subscriber.sync({"w": np.zeros(3)}, version=version)):
+        with pytest.raises(ValueError, match="version: expected a whole number"):
+            act()
 
 
 def test_intervals_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail,
 from pulse_rl.history.versions import KEPT, KnownManifest, Versions, newest_readable, remember
 from pulse_rl.log.objects import ObjectRef, create, fetch
 from pulse_rl.log.signing import Keys, PrivateKey, PublicKey
+from pulse_rl.patch.format import check_version
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
@@ -100,10 +101,12 @@ class History(Versions):
             Its manifest.
 
         Raises:
+            ValueError: If it is no whole number from 0 on.
             VersionNotFoundError: If the history does not hold that version; the message says which it holds.
             IntegrityError: If a damaged manifest may be that version's.
             VersionSkewError: If a manifest of a newer format may be that version's.
         """
+        check_version("version", version)
         with suppress(IntegrityError, VersionNotFoundError, VersionSkewError):
             newest = self.head()  # the version that is requested most, without listing all of them
             if newest is not None and newest.version == version:

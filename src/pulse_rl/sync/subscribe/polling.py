@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from pulse_rl.errors import StoreError, VersionNotFoundError, one_line
 from pulse_rl.history.history import History
+from pulse_rl.patch.format import check_version
 from pulse_rl.store.patient import impatient
 
 POLL_S, LONGEST_POLL_S = 0.05, 5.0  # between two looks; clouds charge for each
@@ -27,8 +28,9 @@ def wait(
     `Subscriber.wait`.
     """
     store = history.store
-    if not timeout >= 0:
-        raise ValueError(f"timeout: expected seconds, at least 0, found {timeout}")
+    check_version("version", version)
+    if not isinstance(timeout, int | float) or not timeout >= 0:
+        raise ValueError(f"timeout: expected seconds, at least 0, found {timeout!r}")
     start = time.monotonic()
     newest: int | None = None
     ask_at = start + FIRST_ASK_S
