@@ -129,6 +129,26 @@ def test_what_cannot_be_staged_is_raised_once_and_the_next_version_repairs(
         assert torch.equal(greedy(worker, 8), greedy(trainer, 8))
 
 
+def test_what_nothing_has_raised_is_raised_where_the_block_ends(trainer: Any, worker: Any, tmp_path: Path) -> None:
+    publisher = pulse.Publisher(tmp_path)
+    publisher.publish(trainer, version=0)
+    step(trainer)
+    publisher.publish(trainer, version=1)
+    (patch,) = (tmp_path / "patches").iterdir()
+    patch.write_bytes(b"damage")
+    with (
+        pytest.raises(pulse.IntegrityError, match="corrupt"),
+        FollowWhileGenerating(pulse.Subscriber(tmp_path), worker, poll=0.01) as follow,
+    ):
+        until(lambda: follow._error is not None)
+    with (
+        pytest.raises(ZeroDivisionError),
+        FollowWhileGenerating(pulse.Subscriber(tmp_path), worker, poll=0.01) as follow,
+    ):
+        until(lambda: follow._error is not None)
+        raise ZeroDivisionError
+
+
 def test_a_bad_interval_is_refused(worker: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="poll"):
         FollowWhileGenerating(pulse.Subscriber(tmp_path), worker, poll=0)

@@ -22,7 +22,8 @@ class FollowWhileGenerating(_transformers.LogitsProcessor):  # type: ignore[misc
     version, over keys and values that the old weights have made for those before. Where these must not mix, leave it
     out of `generate`, and give no cache of one version to another.
 
-    While it is entered, nothing else may use the subscriber or write to the model.
+    While it is entered, nothing else may use the subscriber or write to the model. What `apply` was not there to raise
+    is raised where the block ends.
 
     Args:
         subscriber: Follows the history, for this model alone.
@@ -63,6 +64,8 @@ class FollowWhileGenerating(_transformers.LogitsProcessor):  # type: ignore[misc
         self._thread.join()
         if self._staged is not None:
             self._staged.discard()
+        if self._error is not None and error is None:
+            raise self._error
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         self.apply()
