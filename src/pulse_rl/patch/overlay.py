@@ -25,7 +25,7 @@ from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes, SectionChanges
 from pulse_rl.weights.layout import Layout, derived
 
-MERGED = 1 << 20  # elements of two overlays that are merged at once, in memory
+MERGED = 1 << 20  # elements of overlays that are merged at once, in memory
 
 
 class Replaced(NamedTuple):
@@ -227,19 +227,19 @@ class Overlay:
         """Bytes of the files."""
         return sum(column.indices.nbytes + column.values.nbytes for column in self._columns.values())
 
-    def and_later(self, later: "Overlay") -> "Overlay":
-        """This overlay and a later one as one: where both hold an element, the older bits of this one stay.
+    def and_later(self, *later: "Overlay") -> "Overlay":
+        """This overlay and later ones, in order, as one: where several hold an element, the oldest bits stay.
 
         Raises OSError if there is no room for the files.
         """
+        overlays = [self, *later]
         with Recorder() as recorder:
-            for width in {**self._columns, **later._columns}:
-                mine, other = self._columns.get(width), later._columns.get(width)
-                if mine is not None and other is not None:
-                    _add_unions(recorder, mine, other)
-                for column in (mine, other) if mine is None or other is None else ():
-                    if column is not None:
-                        recorder.add(column.sections, np.diff(column.edges), Changes(column.indices, column.values))
+            for width in dict.fromkeys(width for overlay in overlays for width in overlay._columns):
+                first, *others = [one._columns[width] for one in overlays if width in one._columns]
+                if others:
+                    _add_union(recorder, [first, *others])
+                else:
+                    recorder.add(first.sections, np.diff(first.edges), Changes(first.indices, first.values))
             return Overlay.of(recorder.columns())
 
     def replaced(self) -> Iterator[Replaced]:
@@ -286,30 +286,32 @@ class Overlay:
         return {name: laid_over(tensor, by_name.get(name, {})) for name, tensor in newest.items()}
 
 
-def _add_unions(recorder: Recorder, first: _Column, later: _Column) -> None:
-    """Add the elements that one of two columns holds, some at a time; those of the first where both do."""
-    first, later = _alike(first, later)
-    sections, totals = first.sections, first.edges + later.edges
+def _add_union(recorder: Recorder, columns: Sequence[_Column]) -> None:
+    """Add the elements that any of some columns holds, some at a time; of each those of the first that holds it."""
+    columns = _alike(columns)
+    sections, totals = columns[0].sections, np.sum([column.edges for column in columns], axis=0)
     at = 0
     while at < len(totals) - 1:
         end = max(at + 1, int(np.searchsorted(totals, totals[at] + MERGED, "right")) - 1)
-        mine, other = first.edges[at : end + 1], later.edges[at : end + 1]
-        edges, indices, values = cpu.unions(mine, first.indices, first.values, other, later.indices, later.values)
-        recorder.add(sections, np.diff(edges), Changes(indices, values))
+        (_, edges, indices, values), *others = columns
+        found = edges[at : end + 1], indices, values
+        for _, more_edges, *more in others:
+            found = cpu.unions(*found, more_edges[at : end + 1], *more)
+        recorder.add(sections, np.diff(found[0]), Changes(*found[1:]))
         sections, at = [], end
 
 
-def _alike(one: _Column, other: _Column) -> tuple[_Column, _Column]:
-    """Two columns with the same parts. Of a model that does not change, all of them have."""
-    if one.sections == other.sections:
-        return one, other
-    held = [{(name, place): old for name, place, old in column.parts()} for column in (one, other)]
-    keys = list(held[0] | held[1])
-    nothing = Changes(one.indices[:0], one.values[:0])
+def _alike(columns: Sequence[_Column]) -> Sequence[_Column]:
+    """Columns with the same parts. Of a model that does not change, all of them have."""
+    if all(column.sections == columns[0].sections for column in columns):
+        return columns
+    held = [{(name, place): old for name, place, old in column.parts()} for column in columns]
+    keys = list(dict.fromkeys(key for by_part in held for key in by_part))
+    nothing = Changes(columns[0].indices[:0], columns[0].values[:0])
     found = []
     for by_part in held:
         parts = [by_part.get(key, nothing) for key in keys]
         edges = np.cumsum([0, *(len(part.indices) for part in parts)])
         indices, values = (np.concatenate(each) for each in zip(*parts, strict=True))
         found.append(_Column([Section((name,), (place,)) for name, place in keys], edges, indices, values))
-    return found[0], found[1]
+    return found

@@ -14,7 +14,7 @@ from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
 SLACK = 2  # find_changes writes up to this many elements past the last change
 
-_ONE = np.uint64(1)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
 @inlined
@@ -149,18 +149,24 @@ def gather_rows(source: UIntArray, indices: NDArray[np.uint32], values: UIntArra
 
 @kernel
 def _union(indices, values, more_indices, more_values, all_indices, all_values):
-    i, j, k = 0, 0, 0
-    while i < indices.shape[0] or j < more_indices.shape[0]:
-        if j == more_indices.shape[0] or (i < indices.shape[0] and indices[i] <= more_indices[j]):
-            if j < more_indices.shape[0] and indices[i] == more_indices[j]:
-                j += 1
-            all_indices[k], all_values[k] = indices[i], values[i]
-            i += 1
-        else:
-            all_indices[k], all_values[k] = more_indices[j], more_values[j]
-            j += 1
-        k += 1
-    return k
+    i, j, k = _ZERO, _ZERO, _ZERO
+    m, n = np.uint64(indices.shape[0]), np.uint64(more_indices.shape[0])
+    while i < m and j < n:  # without a branch, as which comes next is not foreseen
+        one, other, value, more_value = indices[i], more_indices[j], values[i], more_values[j]
+        all_indices[k] = min(one, other)
+        all_values[k] = value if one <= other else more_value
+        i += np.uint64(one <= other)
+        j += np.uint64(other <= one)
+        k += _ONE
+    while i < m:
+        all_indices[k], all_values[k] = indices[i], values[i]
+        i += _ONE
+        k += _ONE
+    while j < n:
+        all_indices[k], all_values[k] = more_indices[j], more_values[j]
+        j += _ONE
+        k += _ONE
+    return np.int64(k)
 
 
 def union(

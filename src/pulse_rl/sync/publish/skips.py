@@ -4,7 +4,7 @@ The publisher makes them from its baseline and from what its versions overwrote 
 committed. The trail of the next version lists them. Reading them is `history.trail`'s part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pulse_rl.codecs.base import Codec
 from pulse_rl.errors import IntegrityError
@@ -29,10 +29,20 @@ class _Window:
 
     span: int
     base: State | None = None  # where the window begins; None if what changed since is not known
-    overlay: Overlay | None = None  # what the base held; None before the first version after it
+    overlays: list[Overlay] = field(default_factory=list)  # what was overwritten since, the oldest first
 
     def restart(self, base: State | None) -> None:
-        self.base, self.overlay = base, None
+        self.base, self.overlays = base, []
+
+    def nbytes(self) -> int:
+        return sum(overlay.nbytes for overlay in self.overlays)
+
+    def overlay(self) -> Overlay:
+        """What the base held. Until it is asked for, nothing is merged."""
+        if len(self.overlays) > 1:
+            first, *later = self.overlays
+            self.overlays = [first.and_later(*later)]
+        return self.overlays[0]
 
 
 class Skips:
@@ -53,19 +63,21 @@ class Skips:
         Returns the bases of the skip patches to this version that are due, nearest first, with their overlays.
         """
         due: list[tuple[State, Overlay]] = []
+        most = full_nbytes * MAX_OVERLAY
         for window in self._windows:
             if before.sequence % window.span == 0:
                 window.restart(before)
             if window.base is not None:
-                window.overlay = window.overlay.and_later(replaced) if window.overlay else replaced
-                if window.overlay.nbytes > full_nbytes * MAX_OVERLAY:
+                window.overlays.append(replaced)
+                if window.nbytes() > most and window.overlay().nbytes > most:
                     window.restart(None)
             if now.sequence % window.span:
                 return due
-            if window.base is None or window.overlay is None:
+            if window.base is None:
                 break
-            due.append((window.base, window.overlay))
-            before, replaced = window.base, window.overlay
+            replaced = window.overlay()
+            due.append((window.base, replaced))
+            before = window.base
         # The longer windows lack these changes.
         for window in self._windows[len(due) + 1 :]:
             window.restart(None)
