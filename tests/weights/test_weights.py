@@ -1,5 +1,6 @@
 """Weights as bits: layouts, their copies and comparison, and Bits that are not ours."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pulse_rl as pulse
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.layout import Layout, Sides, compare_layouts, layout
+from pulse_rl.weights.torch_bits import TorchBits
 
 
 class Remote:
@@ -131,3 +133,25 @@ def test_a_mismatch_names_the_tensors() -> None:
         "do this"
     )
     compare_layouts(expected, expected, Sides("the same", "A", "B"))
+
+
+def test_elements_that_share_memory_cannot_be_written() -> None:
+    """Against all addresses, of every shape and stride of few elements: a load over such a tensor was half written."""
+    memory = np.zeros(64, np.float32)
+    for shape in itertools.product((1, 2, 3), repeat=2):
+        for strides in itertools.product(range(-4, 8), repeat=2):
+            start = 32
+            at = [start + i * strides[0] + j * strides[1] for i in range(shape[0]) for j in range(shape[1])]
+            array = np.lib.stride_tricks.as_strided(memory[start:], shape, [4 * stride for stride in strides])
+            found = [as_bits(array)]
+            if min(strides) >= 0:
+                found.append(TorchBits(torch.from_numpy(memory).as_strided(shape, strides)))
+            assert {bits.writable for bits in found} == {len(set(at)) == len(at)}, (shape, strides)
+    unaligned = np.ndarray((3,), np.float32, memory, 0, (2,))
+    assert not as_bits(unaligned).writable
+    live = torch.full((5,), 5.0)
+    store = pulse.open_store("memory://")
+    pulse.Publisher(store).publish({"w": torch.arange(9.0).reshape(3, 3)}, version=0)
+    with pytest.raises(ValueError, match="share memory"):
+        pulse.Subscriber(store).sync({"w": live.as_strided((3, 3), (1, 1))})
+    assert live.tolist() == [5.0] * 5

@@ -130,7 +130,9 @@ class HostBits:
 
     @property
     def writable(self) -> bool:
-        return bool(self.array.flags.writeable) and not expanded(self.shape, self.array.strides)
+        return bool(self.array.flags.writeable) and (
+            self.flat is not None or not shares_elements(self.shape, self.array.strides, self.itemsize)
+        )
 
     @property
     def address(self) -> int:
@@ -290,6 +292,20 @@ def _stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return longer[-1][1] if longer else strides[-1]
 
 
-def expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether several elements share one address, as in torch's expand and NumPy's broadcast_to."""
-    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+def shares_elements(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
+    """Whether elements have memory in common, as in torch's expand and unfold. step: of an element, as strides are."""
+    if 0 in shape:
+        return False
+    longer, reach = sorted((abs(stride), n) for n, stride in zip(shape, strides, strict=True) if n > 1), 0
+    for stride, n in longer:
+        if stride < reach + step:
+            break
+        reach += (n - 1) * stride
+    else:
+        return False  # each dimension steps over all that those with shorter steps reach
+    if longer[0][0] < step:
+        return True
+    addresses = np.zeros(1, np.int64)
+    for stride, n in longer:
+        addresses = np.add.outer(addresses, stride * np.arange(n)).reshape(-1)
+    return bool((np.diff(np.sort(addresses)) < step).any())

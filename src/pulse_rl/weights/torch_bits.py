@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UINTS, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
-from pulse_rl.weights.host_bits import Counter, count_writes, counted_by, expanded
+from pulse_rl.weights.host_bits import Counter, count_writes, counted_by, shares_elements
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ class TorchBits:
 
     @property
     def writable(self) -> bool:
-        return self._cast is None and not expanded(self.shape, self._stride)
+        return self._cast is None and (self.contiguous or not shares_elements(self.shape, self._stride, 1))
 
     def view(self, slices: tuple[slice, ...]) -> TorchBits:
         part = self._like()  # on the stream of the whole tensor, whoever asks for a part
