@@ -41,7 +41,8 @@ def _check(summary: dict[str, Any], out: Path) -> None:
 
 def _refused(capsys: pytest.CaptureFixture[str], *options: str, code: int = 2) -> str:
     """What `train` says where it does not start."""
-    with pytest.raises(SystemExit) as stop:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setenv("COLUMNS", "1000")  # so that no message is folded
         main(["train", *options])
     out, err = capsys.readouterr()
     assert (stop.value.code, out) == (code, ""), err
@@ -209,7 +210,6 @@ def test_bad_calls_are_answered_with_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one sentence, and without leaving anything."""
-    monkeypatch.setenv("COLUMNS", "1000")  # so that no message is folded
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
     def failing(*options: str, code: int = 2) -> str:
