@@ -13,9 +13,9 @@ import torch
 from pulse_rl.flow import model, policy
 from pulse_rl.flow.model_name import smollm2_file
 from pulse_rl.flow.tasks import FORM_REWARD, SHOTS
-from pulse_rl.flow.training.losses import grpo_advantages
+from pulse_rl.flow.training.losses import GrpoLoss, grpo_advantages
 
-BETAS, GRADIENT_NORM, CLIP = (0.9, 0.999), 1.0, 0.2
+BETAS, GRADIENT_NORM = (0.9, 0.999), 1.0
 GROUP, MAX_NEW_TOKENS = 8, 8
 PROMPT, CHARACTERS = 36, 48  # of a prompt, in SmolLM2's tokens and in those of tiny's tokenizer
 SMOLLM2 = {
@@ -152,6 +152,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
         self._prompt = PROMPT if self.name == "smollm2" else CHARACTERS
         self._stops = policy.stop_tokens(self.tokenizer).to(where)
+        self._loss = GrpoLoss()
         self._samplers: dict[int, Graphed] = {}  # by the number of prompts
         self._trainer: Graphed | None = None
 
@@ -209,19 +210,15 @@ class Learner:
         mask: torch.Tensor,
         advantage: torch.Tensor,
     ) -> None:
-        """Leave the clipped gradient of GRPO's loss in the masters.
-
-        As `GrpoLoss`, which waits for the device: a graph must not.
-        """
+        """Leave the clipped gradient of GRPO's loss in the masters."""
         parameters = list(self.masters.parameters())
         if parameters[0].grad is not None:
             torch._foreach_zero_([parameter.grad for parameter in parameters])
         with torch.autocast(torch.device(self.where).type, torch.bfloat16, cache_enabled=False):
             logits = _logits(self.masters, ids[:, :-1], keys[:, :-1], MAX_NEW_TOKENS)
         logprobs = torch.log_softmax(logits, -1).gather(2, ids[:, -MAX_NEW_TOKENS:, None])[:, :, 0]
-        ratio = torch.exp(logprobs - behaviour)
-        gain = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantage[:, None])
-        (-(gain * mask).sum() / mask.sum()).backward()  # type: ignore[no-untyped-call]
+        loss = self._loss(logprobs, behaviour, mask, advantage)
+        (loss.total / mask.sum()).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)
 
 

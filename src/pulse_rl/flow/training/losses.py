@@ -28,8 +28,7 @@ class Loss(NamedTuple):
     """The loss of some rows, summed."""
 
     total: torch.Tensor  # scalar, differentiable; divide it by the weight of the whole step
-    clipped: float  # tokens whose ratio was clipped
-    tokens: int
+    clipped: torch.Tensor  # scalar, tokens whose ratio was clipped; not read here, as that would wait for a device
 
 
 class PolicyLoss(Protocol):
@@ -104,8 +103,7 @@ class DapoLoss:
         ratio = torch.exp(logprobs - behaviour)
         bounded = ratio.clamp(1 - self._low, 1 + self._high)
         gain = torch.minimum(ratio * advantage[:, None], bounded * advantage[:, None])
-        clipped = ((ratio != bounded) & mask).sum().item()
-        return Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))
+        return Loss(-(gain * mask).sum(), ((ratio != bounded) & mask).sum())
 
 
 class GrpoLoss(DapoLoss):
@@ -165,8 +163,7 @@ class GspoLoss:
         ratio = torch.exp(((logprobs - behaviour) * mask).sum(1) / lengths.clamp(min=1))
         bounded = ratio.clamp(self._low, self._high)
         gain = torch.minimum(ratio * advantage, bounded * advantage)
-        clipped = ((ratio != bounded) * lengths).sum().item()
-        return Loss(-gain.sum(), float(clipped), int(lengths.sum()))
+        return Loss(-gain.sum(), ((ratio != bounded) * lengths).sum())
 
 
 class ReinforceLoss:
@@ -191,8 +188,7 @@ class ReinforceLoss:
     ) -> Loss:
         ratio = torch.exp(logprobs.detach() - behaviour)
         gain = ratio.clamp(max=self._cap) * advantage[:, None] * logprobs
-        clipped = ((ratio > self._cap) & mask).sum().item()
-        return Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))
+        return Loss(-(gain * mask).sum(), ((ratio > self._cap) & mask).sum())
 
 
 class TisLoss(ReinforceLoss):

@@ -181,7 +181,7 @@ class PolicyTrainer:
             loss = self._loss(logprobs, done.logprobs, done.mask, part.advantage)
             (loss.total * counts / weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.total.item() * counts
-            clipped += loss.clipped * counts
+            clipped += float(loss.clipped) * counts
             apart = mismatch(logprobs, done.logprobs, done.mask)
             kl, ratio = kl + apart.kl * counts, ratio + apart.ratio * counts
         rewards = [group.rewards for group in groups]
