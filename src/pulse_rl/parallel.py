@@ -103,14 +103,22 @@ def sliced(sizes: NDArray[np.int64], most: int) -> Iterator[slice]:
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield function(item) in the items' order, at most two results per thread ahead of the consumer."""
-    if threads() == 1:
-        yield from map(function, items)
-        return
+    return map(function, items) if threads() == 1 else _in_order(_pool(), function, items, 2 * threads())
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T], most: int, name: str) -> Iterator[R]:
+    """Yield work(item) in the items' order, of so many items at a time, as for requests. `name` as of `at_once`."""
+    with ThreadPoolExecutor(most, thread_name_prefix=name) as pool:
+        yield from _in_order(pool, work, items, most - 1)
+
+
+def _in_order(pool: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T], further: int) -> Iterator[R]:
+    """Yield function(item) in the items' order. further: results that may wait while the first one is waited for."""
     pending: deque[Future[R]] = deque()
     try:
         for item in items:
-            pending.append(submit(_pool(), function, item))
-            if len(pending) > 2 * threads():
+            pending.append(submit(pool, function, item))
+            if len(pending) > further:
                 yield _first(pending)
         while pending:
             yield _first(pending)

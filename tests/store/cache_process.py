@@ -15,6 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 import pulse_rl as pulse
+from pulse_rl.store.patient import unwrapped
 
 
 def trickle(store: Any, seconds: float) -> None:
@@ -33,6 +34,7 @@ def trickle(store: Any, seconds: float) -> None:
 
 def main(url: str, directory: str, bound: str, seed: str, *names: str) -> None:
     store = pulse.open_store(url.removeprefix("trickle:"), cache=directory, cache_nbytes=int(bound))
+    unwrapped(store)._streams_whole = True  # type: ignore[attr-defined]  # a download is one request, to be counted
     if url.startswith("trickle:"):
         trickle(store, 0.1)
     print("ready", flush=True)

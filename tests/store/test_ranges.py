@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.errors import CannotReadRangeError, ObjectNotFoundError
+from pulse_rl.store import remote
 from pulse_rl.store.base import RangedStore, Store
 from pulse_rl.store.objects import ObjectStore
-from pulse_rl.store.patient import patient
-from pulse_rl.store.ranges import REQUEST_NBYTES, plan_requests, read_range, read_ranges
+from pulse_rl.store.patient import patient, unwrapped
+from pulse_rl.store.ranges import REQUEST_NBYTES, REQUESTS_AT_ONCE, plan_requests, read_range, read_ranges
+from pulse_rl.store.remote import CloudStore, RemoteStore
 from tests.store import servers
 from tests.store.proxy import Fault, Proxy
 
@@ -108,6 +110,36 @@ def test_a_range_of_a_missing_object(ranged: RangedStore) -> None:
             with pytest.raises(ObjectNotFoundError) as raised:
                 read(name)
             assert (raised.value.url, raised.value.name) == (ranged.url, name)
+
+
+@pytest.mark.parametrize("nbytes", [7777, 25_000, 49_999, 50_000, 50_001])
+def test_a_stream_in_parts_is_the_whole(ranged: RangedStore, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """From any byte on, of large, small and empty objects, whether or not a server sends parts."""
+    monkeypatch.setattr(remote, "RANGE_NBYTES", nbytes)
+    assert b"".join(ranged.stream("x/data")) == DATA
+    inner: Any = unwrapped(ranged)
+    if isinstance(inner, RemoteStore):
+        for start in (1, 40_000, len(DATA)):
+            assert b"".join(inner.stream_from("x/data", start)) == DATA[start:]
+    if isinstance(inner, CloudStore):
+        inner.put("x/empty", b"")
+        assert b"".join(ranged.stream("x/empty")) == b""
+
+
+def test_parts_of_a_stream_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of eight requests waits for the seven others."""
+    servers.use_s3(monkeypatch, servers.moto())
+    monkeypatch.setattr(remote, "RANGE_NBYTES", 1000)
+    store = unwrapped(pulse.open_store(f"s3://{servers.s3_bucket()}/run"))
+    store.put("x", DATA[:17_000])
+    together, read = threading.Barrier(REQUESTS_AT_ONCE), CloudStore.read_range
+
+    def waiting(self: CloudStore, name: str, start: int, stop: int) -> memoryview:
+        together.wait(60)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(CloudStore, "read_range", waiting)
+    assert b"".join(store.stream("x")) == DATA[:17_000]
 
 
 class Plain:

@@ -23,7 +23,7 @@ from pulse_rl.logs import logger
 from pulse_rl.store.around import StoreAround
 from pulse_rl.store.base import Store, after
 from pulse_rl.store.cache import CachedStore
-from pulse_rl.store.remote import CloudStore
+from pulse_rl.store.remote import RemoteStore
 
 log = logger(__name__)
 
@@ -103,9 +103,9 @@ class PatientStore(StoreAround):
 
     def _stream_from(self, name: str, start: int) -> Iterator[memoryview]:
         """The parts of an object from one of its bytes on."""
-        if start and isinstance(self.inner, CloudStore):
+        if start and isinstance(self.inner, RemoteStore):
             return self.inner.stream_from(name, start)
-        return after(self.inner.stream(name), start)  # not every web server sends a part of a file
+        return after(self.inner.stream(name), start)
 
     def _call(self, verb: str, name: str, call: Callable[[], T]) -> T:
         began = self._begin()

@@ -1,22 +1,59 @@
 """Stores on servers: the buckets of three clouds, and what a plain web server serves."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from threading import Lock
 from typing import Any, Literal
 
+import obstore
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, StoreError
-from pulse_rl.store.base import ObjectInfo, has_bytes, refused_without_cause
-from pulse_rl.store.objects import ObjectStore
+from pulse_rl.parallel import ahead
+from pulse_rl.store.base import ObjectInfo, after, has_bytes, refused_without_cause, up_to
+from pulse_rl.store.objects import CHUNK_NBYTES, ObjectStore
+from pulse_rl.store.ranges import REQUESTS_AT_ONCE, whole_range
+from pulse_rl.store.requests import ignores_range, is_beyond
 
 # By the scheme of their URLs: the store, and the prefix of its environment variables.
 CLOUDS = {"s3": (S3Store, "AWS"), "gs": (GCSStore, "GOOGLE"), "az": (AzureStore, "AZURE")}
 
+RANGE_NBYTES = 4 << 20  # of a request for a part of a large object; those at once hold 32 MiB
 
-class CloudStore(ObjectStore):
+
+class RemoteStore(ObjectStore):
+    """A store on a server, which streams large objects by several requests at once.
+
+    Over a distance, or to a service that bounds each connection, a single one brings a fraction of what the link could.
+    """
+
+    _streams_whole = False  # whether its server has sent a whole object for its first part: then by one request
+
+    def stream_from(self, name: str, start: int) -> Iterator[memoryview]:
+        with self._translated("read", name):
+            inner, first = self._open_existing(name), start + RANGE_NBYTES
+            found = None
+            try:
+                if not self._streams_whole:
+                    found = obstore.get(inner, name, options={"range": (start, first)})
+                    size, part = found.meta["size"], up_to(found.stream(min_chunk_size=CHUNK_NBYTES), RANGE_NBYTES)
+            except BaseError as error:
+                if not (ignores_range(error) or is_beyond(error)):
+                    raise
+                self._streams_whole = ignores_range(error)
+        if found is None:  # an empty object has no first part
+            yield from after(super().stream_from(name, 0), start)
+            return
+        yield whole_range(self, name, start, min(first, size), memoryview(part))
+        if first < size:
+            ranges = ((at, min(at + RANGE_NBYTES, size)) for at in range(first, size, RANGE_NBYTES))
+            most = min(REQUESTS_AT_ONCE, -(-(size - first) // RANGE_NBYTES))
+            yield from ahead(lambda one: self.read_range(name, *one), ranges, most, "pulse-range")
+
+
+class CloudStore(RemoteStore):
     """A store in a bucket, whose put-if-absent is tested before the first use.
 
     Some services that speak S3 ignore `If-None-Match` and let the second of two publishers overwrite the commit of
@@ -71,7 +108,7 @@ class CloudStore(ObjectStore):
                 self.delete(probe)
 
 
-class WebStore(ObjectStore):
+class WebStore(RemoteStore):
     """What a plain web server serves of a store: read-only, without a listing."""
 
     def put(

@@ -79,6 +79,11 @@ def ignores_range(error: BaseError) -> bool:
     return isinstance(error, NotSupportedError) or "Received non-partial response when range requested" in str(error)
 
 
+def is_beyond(error: BaseError) -> bool:
+    """Whether a range begins at the end of an object or after it, as any does of an empty one."""
+    return any(words in str(error) for words in ("status code: 416", "Wanted range starting at"))
+
+
 def one_line(error: Exception) -> str:
     """obstore's message as one line, without its counts of retries and its debug output; before it, what to do."""
     if "HTTP error: builder error" in str(error):
