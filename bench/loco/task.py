@@ -134,7 +134,7 @@ def backward(policy: Policy, batch: Batch, group: int) -> None:
     advantage = grpo_advantages(batch.rewards.view(-1, group)).view(-1)
     mask = torch.ones_like(batch.logprobs, dtype=torch.bool)
     part = GrpoLoss(clip=CLIP)(logprobs(policy, batch.symbols), batch.logprobs, mask, advantage)
-    (part.total / part.tokens).backward()  # type: ignore[no-untyped-call]
+    (part.total / mask.numel()).backward()  # type: ignore[no-untyped-call]
 
 
 def pretrain(task: Task, policy: Policy, steps: int, generator: torch.Generator) -> None:
