@@ -250,8 +250,9 @@ def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: li
     counts, sizes, dense = (np.array([segment[i] for segment in segments], np.int64) for i in range(3))
     sizes = np.where(dense, counts, sizes)  # dense segments change everywhere
     indices, naive = np.zeros(counts.sum(), np.uint32), np.zeros(counts.sum(), np.uint32)
-    used = cpu.gap_decode(*bytes_of(words), sizes, counts, dense > 0, indices)
-    assert used == reference.gap_decode(*bytes_of(words), sizes, counts, dense, naive)
+    low, high = bytes_of(words)
+    used = cpu.gap_decode(low, high, sizes, counts, dense > 0, indices)
+    assert used == reference.gap_decode(low, high, sizes, counts, dense, naive)
     assert indices.tolist() == naive.tolist()
     if used >= 0:
         assert (indices < np.repeat(sizes, counts)).all()

@@ -424,7 +424,7 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
     counts = iter(numbers[2 * spans :])
     assert metadata["codec"] == "gap"
     at = taken = 0
-    sizes, widths = numbers[: 2 * spans : 2], []
+    sizes, widths = numbers[: 2 * spans : 2], list[int]()
     for several in blocks:
         here = sum(sizes[len(widths) : len(widths) + several])
         first = sum(sizes[: len(widths)])

@@ -4,9 +4,9 @@
 
 Trainer and worker hold the same names in different layouts: every dtype, strided, transposed, in a larger buffer,
 expanded, 0-dim, empty, read-only, tied, shared, overlapping in part, leaf parameters that require grad, under torch or
-NumPy. Each sync ends in the bits of a naive overwrite of a twin; or, where no overwrite gives these bits, in an error
-that leaves the weights as they were, or at a version in between. Now and then something else writes to the worker's
-weights.
+NumPy. Between versions either side may come with other memory, in another layout. Each sync ends in the bits of a naive
+overwrite of a twin; or, where no overwrite gives these bits, in an error that leaves the weights as they were, or at a
+version in between. Now and then something else writes to the worker's weights.
 """
 
 import argparse
@@ -55,15 +55,15 @@ def place(kind: str, plan: str, dtype: str, shape: tuple[int, ...]) -> Any:
     return tensor
 
 
-def build(specs: Specs, kind: str, plain: bool, rng: np.random.Generator) -> dict[str, Any]:
-    """Weights of zeros in a random layout. plain: without what cannot be written."""
+def build(specs: Specs, kind: str, plain: bool, rng: np.random.Generator, *, apart: bool = False) -> dict[str, Any]:
+    """Weights of zeros in a random layout. plain: without what cannot be written. apart: without common memory."""
     weights: dict[str, Any] = {}
     for name, (dtype, shape) in specs.items():
         alike = [other for other in weights if specs[other] == (dtype, shape)]
         before = [
             other for other in weights if specs[other][0] == dtype and weights[other].ndim == 1 and len(shape) == 1
         ]
-        chance = rng.random()
+        chance = 1.0 if apart else rng.random()
         if alike and chance < 0.25:  # tied: the same object
             weights[name] = weights[alike[0]]
         elif alike and chance < 0.4:  # shared: another view of the same memory
@@ -107,7 +107,8 @@ def case(seed: int) -> str:
     shapes = [SHAPES[i] for i in rng.choice(len(SHAPES), 3, p=[0.13] * 3 + [0.12, 0.14, 0.14, 0.14, 0.07])]
     names = [f"t{i}" for i in range(int(rng.integers(1, 7)))]
     specs = {name: (str(rng.choice(dtypes)), shapes[int(rng.integers(3))]) for name in names}
-    trainer = build(specs, kind, True, rng)
+    opened = rng.random() < 0.5  # whether a side may come with other memory; which tensors are tied must stay
+    trainer = build(specs, kind, True, rng, apart=opened)
     layout_seed = int(rng.integers(1 << 30))
     live, twin = (build(specs, kind, False, np.random.default_rng(layout_seed)) for _ in range(2))
     store = pulse.open_store("memory://")
@@ -118,6 +119,15 @@ def case(seed: int) -> str:
         for name, tensor in trainer.items():
             overwrite(tensor, random_tensor(kind, *specs[name], rng))
     for version in range(4):
+        if opened and version and rng.random() < 0.5:
+            held, trainer = snapshot(trainer), build(specs, kind, True, rng, apart=True)
+            assert naive(trainer, held, specs, kind)
+        if opened and version and rng.random() < 0.5:
+            layout_seed = int(rng.integers(1 << 30))
+            other, twin = (build(specs, kind, False, np.random.default_rng(layout_seed)) for _ in range(2))
+            if rng.random() < 0.7:  # with the bits of before, as far as they fit in; else with none
+                naive(other, snapshot(live), specs, kind)
+            live = other
         report = publisher.publish(trainer, version=version)
         states[version] = snapshot(trainer)
         if version == 3 or rng.random() < 0.8:
