@@ -35,7 +35,7 @@ FORGET_S = 10.0
 
 T = TypeVar("T")
 
-_at_once = ContextVar("at_once", default=False)
+_raising = ContextVar("raising", default=False)
 
 
 def check_patience(patience: float) -> float:
@@ -64,11 +64,11 @@ def unwrapped(store: Store) -> Store:
 @contextmanager
 def impatient() -> Iterator[None]:
     """For the time of a block, let stores raise at once in this thread: its caller has a loop of attempts."""
-    token = _at_once.set(True)
+    token = _raising.set(True)
     try:
         yield
     finally:
-        _at_once.reset(token)
+        _raising.reset(token)
 
 
 class PatientStore(StoreAround):
@@ -134,7 +134,7 @@ class PatientStore(StoreAround):
         if not error.temporary:
             self._since = None  # the store has answered
             raise error
-        patience = 0.0 if _at_once.get() else self.patience
+        patience = 0.0 if _raising.get() else self.patience
         since = self._since  # another thread's success may end the outage at any moment
         if since is None:
             since = self._since = now
