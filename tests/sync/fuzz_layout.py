@@ -120,8 +120,8 @@ def case(seed: int) -> str:
             overwrite(tensor, random_tensor(kind, *specs[name], rng))
     for version in range(4):
         if opened and version and rng.random() < 0.5:
-            held, trainer = snapshot(trainer), build(specs, kind, True, rng, apart=True)
-            assert naive(trainer, held, specs, kind)
+            bits, trainer = snapshot(trainer), build(specs, kind, True, rng, apart=True)
+            assert naive(trainer, bits, specs, kind)
         if opened and version and rng.random() < 0.5:
             layout_seed = int(rng.integers(1 << 30))
             other, twin = (build(specs, kind, False, np.random.default_rng(layout_seed)) for _ in range(2))
