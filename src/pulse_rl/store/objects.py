@@ -104,9 +104,13 @@ class ObjectStore:
         return whole_range(self, name, start, stop, found)
 
     def _read_range(self, inner: Any, name: str, start: int, stop: int) -> memoryview:
-        """The bytes of a range: obstore's own verb takes all that a server sends, however much that is."""
+        return self._get_range(inner, name, start, stop)[0]
+
+    def _get_range(self, inner: Any, name: str, start: int, stop: int) -> tuple[memoryview, int]:
+        """The bytes of a range, and the size of the whole object: obstore's own verb takes all that a server sends,
+        however much that is."""
         found = obstore.get(inner, name, options={"range": (start, stop)})
-        return memoryview(up_to(found.stream(min_chunk_size=CHUNK_NBYTES), stop - start))
+        return memoryview(up_to(found.stream(min_chunk_size=CHUNK_NBYTES), stop - start)), found.meta["size"]
 
     def stream(self, name: str) -> Iterator[memoryview]:
         return self.stream_from(name, 0)

@@ -6,14 +6,13 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Literal
 
-import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, StoreError
 from pulse_rl.parallel import ahead
-from pulse_rl.store.base import ObjectInfo, after, has_bytes, refused_without_cause, up_to
-from pulse_rl.store.objects import CHUNK_NBYTES, ObjectStore
+from pulse_rl.store.base import ObjectInfo, after, has_bytes, refused_without_cause
+from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.ranges import REQUESTS_AT_ONCE, whole_range
 from pulse_rl.store.requests import ignores_range, is_beyond
 
@@ -37,8 +36,7 @@ class RemoteStore(ObjectStore):
             found = None
             try:
                 if not self._streams_whole:
-                    found = obstore.get(inner, name, options={"range": (start, first)})
-                    size, part = found.meta["size"], up_to(found.stream(min_chunk_size=CHUNK_NBYTES), RANGE_NBYTES)
+                    found = self._get_range(inner, name, start, first)
             except BaseError as error:
                 if not (ignores_range(error) or is_beyond(error)):
                     raise
@@ -46,7 +44,8 @@ class RemoteStore(ObjectStore):
         if found is None:  # an empty object has no first part
             yield from after(super().stream_from(name, 0), start)
             return
-        yield whole_range(self, name, start, min(first, size), memoryview(part))
+        part, size = found
+        yield whole_range(self, name, start, min(first, size), part)
         if first < size:
             ranges = ((at, min(at + RANGE_NBYTES, size)) for at in range(first, size, RANGE_NBYTES))
             most = min(REQUESTS_AT_ONCE, -(-(size - first) // RANGE_NBYTES))
