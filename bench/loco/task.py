@@ -133,8 +133,9 @@ def backward(policy: Policy, batch: Batch, group: int) -> None:
     """Add the gradient of GRPO's loss on a batch."""
     advantage = grpo_advantages(batch.rewards.view(-1, group)).view(-1)
     mask = torch.ones_like(batch.logprobs, dtype=torch.bool)
-    part = GrpoLoss(clip=CLIP)(logprobs(policy, batch.symbols), batch.logprobs, mask, advantage)
-    (part.total / mask.numel()).backward()  # type: ignore[no-untyped-call]
+    loss = GrpoLoss(clip=CLIP)
+    part = loss(logprobs(policy, batch.symbols), batch.logprobs, mask, advantage)
+    (part.total / loss.weight(mask)).backward()  # type: ignore[no-untyped-call]
 
 
 def pretrain(task: Task, policy: Policy, steps: int, generator: torch.Generator) -> None:
