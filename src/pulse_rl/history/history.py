@@ -101,7 +101,7 @@ class History(Versions):
             Its manifest.
 
         Raises:
-            ValueError: If it is no whole number from 0 on.
+            ValueError: If the version is not a whole number, or is negative.
             VersionNotFoundError: If the history does not hold that version; the message says which it holds.
             IntegrityError: If a damaged manifest may be that version's.
             VersionSkewError: If a manifest of a newer format may be that version's.

@@ -240,7 +240,7 @@ class Subscriber:
                 second, or of a run that ends during the wait within 15.
             StoreError: The store failed for a reason that does not pass.
             IntegrityError: As `latest`.
-            ValueError: The version is no whole number from 0 on, or the timeout no number of at least 0.
+            ValueError: The version is not a whole number, the timeout is not a number, or one of them is negative.
         """
         return wait(self.latest, self.history, version, timeout, (self._poll, self._poll_max))
 
@@ -278,7 +278,7 @@ class Subscriber:
                 a version that this subscriber has held, or is another history than before.
             StoreError: The store failed.
             VersionSkewError: The version is of a newer format than this release knows: upgrade it.
-            ValueError: A tensor cannot be written, or the version is no whole number from 0 on.
+            ValueError: A tensor cannot be written, or the version is negative or not a whole number.
             TypeError: Something is not a tensor, or is a copy.
             RuntimeError: Another thread is using this subscriber.
         """
