@@ -261,6 +261,27 @@ def test_a_failing_store_ends_the_training_or_is_a_warning(
     assert [text.partition(":")[0] for text in said] == ["step 2"]
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("fails", "expected"), [(2, (0, 1, 3, 4)), (4, (0, 1, 2, 3, 4))])
+def test_after_a_warning_the_next_version_is_tried_and_the_last_one_again(
+    tmp_path: Path, fails: int, expected: tuple[int, ...], background: bool
+) -> None:
+    failed: list[str] = []
+
+    def fail_once(call: str, name: str) -> None:
+        if call == "put" and not failed and name == f"manifests/{fails:012}.json":
+            failed.append(name)
+            raise pulse.StoreError("no more credit", name=name)
+
+    store: Any = Through(inner := pulse.open_store("memory://"), before=fail_once)
+    run = trainer(tmp_path, follower := Follower(), max_steps=4)
+    with pulse.Publisher(store, cast="bfloat16", patience=0) as publisher:
+        run.add_callback(PublishCallback(publisher, background=background, on_error="warn"))
+        run.train()
+    assert failed
+    assert published(inner) == [(n, pulse.digest(follower.states[n])) for n in expected]
+
+
 def test_only_the_first_process_publishes() -> None:
     store = pulse.open_store("memory://")
     callback = PublishCallback(store)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pulse_rl import Publisher, PublishReport, Shard, Store
 from pulse_rl.errors import PulseError, one_line
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 log = logger(__name__)
+T = TypeVar("T")
 
 
 def scalars(report: PublishReport) -> dict[str, float]:
@@ -100,8 +101,9 @@ class StepPublisher:
         """
         if moved:
             self._offset = None  # the step's own version may be there
-        if moved or step % self._every:
-            self._publish(model, step)
+        # Whether a version failed is known to the ranks that publish, and `weights` is called on all of them.
+        if moved or step % self._every or self._on_error == "warn":
+            self._publish(model, step, last=True)
         self._settle(step)
 
     def _settle(self, step: int) -> None:
@@ -118,20 +120,29 @@ class StepPublisher:
     def _source(self, model: Any) -> Any:
         return model if self._weights is None else self._weights(model)
 
-    def _publish(self, model: Any, step: int) -> None:
+    def _publish(self, model: Any, step: int, *, last: bool = False) -> None:
         source = self._source(model)
         weights = held(source)
-        if self._publisher is not None:
-            like = None if isinstance(source, Mapping) else source
-            self._attempt(lambda: self._put(self._publisher, weights, like, step), step)
-
-    def _put(self, publisher: Any, weights: Any, like: Any, step: int) -> None:
-        if self._offset is None:
-            newest = publisher.resume()
-            self._offset = 0 if newest is None else max(0, newest + 1 - step)
+        if (publisher := self._publisher) is None:
+            return
         clock = time.perf_counter()
-        before = publisher.flush()
-        report = publisher.publish(
+        before = self._attempt(publisher.flush, step)  # where the version before failed, this one is tried all the same
+        like = None if isinstance(source, Mapping) else source
+        report = self._attempt(lambda: self._put(publisher, weights, like, step, last=last), step)
+        committed = before if report is None or report.pending else report
+        if committed is not None:
+            spent = {"pulse/publish_seconds": time.perf_counter() - clock}
+            self._scalars = {"pulse/version": committed.version} | scalars(committed) | spent
+
+    def _put(self, publisher: Publisher, weights: Any, like: Any, step: int, *, last: bool) -> PublishReport | None:
+        """Publish a version. last: unless it is there."""
+        if self._offset is None or last:
+            newest = publisher.resume()
+            if self._offset is None:
+                self._offset = 0 if newest is None else max(0, newest + 1 - step)
+            elif newest == step + self._offset:
+                return None
+        return publisher.publish(
             weights,
             version=step + self._offset,
             background=self._background,
@@ -139,18 +150,15 @@ class StepPublisher:
             metadata={"step": step},
             like=like,
         )
-        committed = before if report.pending else report
-        if committed is not None:
-            spent = {"pulse/publish_seconds": time.perf_counter() - clock}
-            self._scalars = {"pulse/version": committed.version} | scalars(committed) | spent
 
-    def _attempt(self, work: Callable[[], object], step: int) -> None:
+    def _attempt(self, work: Callable[[], T], step: int) -> T | None:
         try:
-            work()
+            return work()
         except PulseError as error:
             if self._on_error == "raise":
                 raise
             log.warning("step %d: a version was not published: %s", step, one_line(error))
+            return None
 
 
 def held(weights: Any) -> Any:

@@ -41,7 +41,8 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
         assets: What anchors get with the weights: a tokenizer, or files as name → bytes. Default: the trainer's own
             `processing_class`, if it has one.
         on_error: What an error of the publisher or its store does: "raise" ends the training, with "warn" it goes on
-            and the next version is tried. A model that cannot be published ends it always.
+            and the next version is tried, and when training ends the last one again. A model that cannot be published
+            ends it always.
         log: The trainer, whose log takes `pulse/version`, `pulse/payload_bytes`, `pulse/changed_ratio` and
             `pulse/publish_seconds` of the last committed version at its `logging_steps`, and so every tracker in
             `report_to`: in the background it is the one before. Seconds are those that the step waited. Default: none.
