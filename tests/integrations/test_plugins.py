@@ -124,6 +124,45 @@ def test_lightning_publishes_each_optimizer_step_and_continues_a_checkpoint(tmp_
     assert digest_of(transformers.AutoModelForCausalLM.from_pretrained(anchor)) == digests[0]
 
 
+@pytest.mark.parametrize("kind", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_weights_that_lightning_averages_are_the_last_version(kind: str, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from pulse_rl.integrations.lightning import PulseCallback
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Linear(8, 8)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.model(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train(*callbacks: Any) -> Any:
+        trainer = lightning.Trainer(
+            max_epochs=STEPS,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            callbacks=list(callbacks),
+        )
+        trainer.fit(module := Module(), torch.utils.data.DataLoader(list(torch.ones(1, 8))))  # type: ignore[arg-type]
+        return module.model
+
+    options = {"StochasticWeightAveraging": {"swa_lrs": 1e-2, "swa_epoch_start": 1}, "EMAWeightAveraging": {}}[kind]
+    averaging = getattr(lightning.callbacks, kind)
+    ours = PulseCallback(tmp_path / "store", weights=lambda module: module.model)
+    with pytest.raises(ValueError, match=kind):
+        train(ours, averaging(**options))
+    assert not (tmp_path / "store").exists()
+    model = train(averaging(**options), ours)
+    assert published(tmp_path / "store")[-1] == (STEPS + 1, digest_of(model), {"step": STEPS})
+
+
 @pytest.mark.parametrize("weights", ["model", "adapters"])
 def test_axolotl_s_own_manager_loads_the_plugin(weights: str, tmp_path: Path) -> None:
     base = pytest.importorskip("axolotl.integrations.base")

@@ -18,12 +18,16 @@ from pulse_rl.integrations.steps import StepPublisher
 
 _lightning = require("lightning.pytorch", "lightning")
 
+# They write averaged weights to the module when training ends.
+_AVERAGING = (_lightning.callbacks.StochasticWeightAveraging, _lightning.callbacks.WeightAveraging)
+
 
 class PulseCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
     """Publishes the weights when training begins, after every `every`-th optimizer step, and when training ends.
 
     As Transformers' `PublishCallback`. A version is Lightning's `global_step`, or that plus a constant; its numbers are
-    logged as the module's own metrics.
+    logged as the module's own metrics. With `StochasticWeightAveraging` or `WeightAveraging`, which come before it in
+    `callbacks`, the last version is the averaged weights.
 
     Args:
         store: A Store, or the URL or path of one; or a Publisher.
@@ -33,7 +37,7 @@ class PulseCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
         options: `every`, `background`, `cast` and `on_error` of Transformers' callback.
 
     Raises:
-        ValueError: An option makes no sense.
+        ValueError: An option makes no sense; or, as training begins, a callback that averages weights comes after it.
     """
 
     def __init__(
@@ -48,6 +52,12 @@ class PulseCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
         self._assets, self._step = assets or {}, -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for callback in trainer.callbacks[trainer.callbacks.index(self) :]:
+            if isinstance(callback, _AVERAGING):
+                raise ValueError(
+                    f"callbacks: expected PulseCallback after {type(callback).__name__}, which writes averaged weights "
+                    "when training ends, found it before"
+                )
         self._step = trainer.global_step
         self._steps.begin(pl_module, self._step, first=trainer.is_global_zero, files=lambda: self._assets)
 
@@ -58,4 +68,5 @@ class PulseCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
             pl_module.log_dict(self._steps.take_scalars())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._steps.end(pl_module, trainer.global_step)
+        averaged = any(isinstance(callback, _AVERAGING) for callback in trainer.callbacks)
+        self._steps.end(pl_module, trainer.global_step, moved=averaged)
