@@ -15,7 +15,6 @@ from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.format import TensorInfo
 from pulse_rl.patch.live import live_digest, resolve
-from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import Layout, Sides, compare_layouts, layout
 from pulse_rl.weights.memory import live_layout
 
@@ -160,7 +159,7 @@ def info(patch: patch_format.Patch) -> PatchInfo:
     )
 
 
-def pair(old: Layout, new: Layout) -> tuple[dict[str, Bits], dict[str, Bits], dict[str, str]]:
+def pair(old: Layout, new: Layout) -> tuple[Layout, Layout, dict[str, str]]:
     """Both states under one set of names in canonical order, and the names that are tied in both.
 
     Raises BaseMismatchError listing tensors added, removed, reshaped or retyped.
@@ -173,4 +172,4 @@ def pair(old: Layout, new: Layout) -> tuple[dict[str, Bits], dict[str, Bits], di
         if alias in old.tied and before[alias].storage == before[owner].storage
     }
     names = sorted(before.keys() - tied.keys())
-    return {name: before[name] for name in names}, {name: after[name] for name in names}, tied
+    return Layout((name, before[name]) for name in names), Layout((name, after[name]) for name in names), tied
