@@ -123,6 +123,26 @@ def test_an_incompressible_segment_is_plain() -> None:
     assert not check(block._replace(payload=broken))  # fewer changes than the index announces
 
 
+@pytest.mark.parametrize(("price", "expected"), [(0, 6), (1, 5), (16, 4), (64, 3), (512, 2)])
+def test_decisions_save_their_price(price: int, expected: int) -> None:
+    """The threshold is the one of least cost, of all that there are, by logarithms of floats."""
+    activity = np.array([0, -8, -16, -24, -32, -40])
+    elements = 10_000 * 3 ** np.arange(len(activity))
+    changes = np.rint(elements / (1 + 2.0 ** (-activity / 4))).astype(np.int64)
+
+    def which(all_of: int, some: int) -> float:
+        """The bits that say which ones they are."""
+        return float(sum(sign * n * np.log2(max(n, 1)) for n, sign in ((all_of, 1), (some, -1), (all_of - some, -1))))
+
+    costs = []
+    for threshold in range(len(elements) + 1):
+        decided, left = elements[:threshold], elements[threshold:]
+        hot = sum(map(which, decided.tolist(), changes[:threshold].tolist())) + price / 2048 * decided.sum()
+        found = int(changes[threshold:].sum())
+        costs.append(hot + which(int(left.sum()), found) + 0.1 * found)
+    assert model.threshold(elements, changes, activity, price) == np.argmin(costs) == expected
+
+
 def test_a_segment_is_decoded_without_the_others() -> None:
     """Its own stream and old bits are enough: the other streams are garbage, the other old bits are not read."""
     rng = np.random.default_rng(3)

@@ -137,8 +137,14 @@ def test_the_upper_end_of_the_range_gives_the_largest_raw_bits(length: int) -> N
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 61).flatmap(lambda k: st.integers(2**k, 2 ** (k + 1))), min_size=1, max_size=20))
 def test_log2_against_exact_arithmetic(values: list[int]) -> None:
-    """⌊256 · log2(v)⌋ = the bits of v^256 below its leading one; or one less, where v lies just above a step."""
+    """⌊256 · log2(v)⌋ = the bits of v^256 below its leading one; or one less, where v lies just above a step.
+
+    Finer ones begin with the same bits, and are near those of floats.
+    """
     found = rangecoder.log2(np.array(values, np.int64)).tolist()
+    finer = rangecoder.log2(np.array(values, np.int64), 16)
+    assert (finer >> 8).tolist() == found
+    assert np.abs(finer - 65536 * np.log2(np.array(values, np.float64))).max() < 2
     for value, log in zip(values, found, strict=True):
         exact = (value**256).bit_length() - 1
         assert exact - 1 <= log <= exact

@@ -57,8 +57,11 @@ BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
 NONE = np.empty(0, np.int64)
 PLAIN = -1  # in place of a class: of a segment whose stream is its new elements
-# The codes of a view change seldom, so a decision about one saves little, and there are many. Coded and decoded, one
-# takes some 20 ns: 1/32 bit on a link of 1.6 Mbit/s. Of FP8 views, a fifth to a third of the time for 5 % of bytes.
+# Coded and decoded, a decision takes some 20 ns: 1/128 bit on a link of 0.4 Mbit/s. Of models whose changes reach to
+# large exponents, half the decisions and a third of the time for 1 % of bytes; of others nothing.
+PRICE = 16
+# The codes of a view change seldom, so a decision about one saves little, and there are many: 1/32 bit on a link of
+# 1.6 Mbit/s. Of FP8 views, a fifth to a third of the time for 5 % of bytes.
 ONE_BYTE_PRICE = 64
 ALL = 1 << 62  # on a device, which codes segments one beside the other: it takes as many as it has memory for
 COPIED = 1 << 28  # on a device, where the old bits are copied first: 512 MB of BF16
@@ -67,15 +70,15 @@ COPIED = 1 << 28  # on a device, where the old bits are copied first: 512 MB of 
 class ContextCodec:
     """Adaptive binary range coder in contexts of the old values.
 
-    price: what deciding about one hot element may cost above its savings, in 1/2048 bits, for the time that decoding it
-    takes; of one-byte elements at least ONE_BYTE_PRICE. It is the encoder's choice, which a decoder need not know.
+    price: what deciding about one hot element has to save, in 1/2048 bits, for the time that it takes; of one-byte
+    elements at least ONE_BYTE_PRICE. It is the encoder's choice, which a decoder need not know.
     """
 
     name = "context"
     conditional = True
     block_nbytes = 4 << 20
 
-    def __init__(self, *, price: int = 1) -> None:
+    def __init__(self, *, price: int = PRICE) -> None:
         self._price = price
 
     def is_dense(self, specs: Specs) -> NDArray[np.bool_]:

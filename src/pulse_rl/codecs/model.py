@@ -34,8 +34,10 @@ def _probability(odds: int) -> int:
 
 
 PROBABILITIES: Ints = np.array([_probability(odds) for odds in range(-ODDS, ODDS + 1)], np.int64)
-_COST_1: Ints = (32 << 8) - log2(PROBABILITIES)  # of a 1 and of a 0, in 1/256 bits
-_COST_0: Ints = (32 << 8) - log2((1 << 32) - PROBABILITIES)
+# Costs are in 2^-16 bits: there are millions of elements, and a tenth of a percent of them changes.
+FINE = 16
+_COST_1: Ints = (32 << FINE) - log2(PROBABILITIES, FINE)  # of a 1 and of a 0
+_COST_0: Ints = (32 << FINE) - log2((1 << 32) - PROBABILITIES, FINE)
 
 
 class Model(NamedTuple):
@@ -141,15 +143,15 @@ def threshold(elements: Ints, changes: Ints, activity: Ints, price: int) -> int:
     among all cold elements, and a tenth of a bit because gaps are coded less well than that.
     """
     hot = changes * _COST_1[activity + ODDS] + (elements - changes) * _COST_0[activity + ODDS]
-    hot += (elements * price) >> 3
+    hot += elements * (price << FINE >> 11)
     before = np.concatenate([[0], np.cumsum(hot)])
     ones = changes.sum() - np.concatenate([[0], np.cumsum(changes)])
     every = elements.sum() - np.concatenate([[0], np.cumsum(elements)])
 
     def information(count: Ints) -> Ints:
-        return count * log2(np.maximum(count, 1))
+        return count * log2(np.maximum(count, 1), FINE)
 
-    cold = information(every) - information(ones) - information(every - ones) + 26 * ones
+    cold = information(every) - information(ones) - information(every - ones) + ones * (1 << FINE) // 10
     return int(np.argmin(before + cold))
 
 

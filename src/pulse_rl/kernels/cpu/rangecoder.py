@@ -323,8 +323,11 @@ def _number_states() -> NDArray[np.int64]:
 # Code lengths
 
 
-def log2(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Binary logarithms of whole numbers from 1 to 2^62, in 1/256, rounded down: the same on every machine."""
+def log2(values: NDArray[np.int64], fraction: int = 8) -> NDArray[np.int64]:
+    """Binary logarithms of whole numbers from 1 to 2^62, the same on every machine.
+
+    fraction: bits after the point, up to 16; what comes after them is cut off.
+    """
     rest, logs = values.astype(np.uint64), np.zeros(values.shape, np.int64)
     for bits in (32, 16, 8, 4, 2, 1):
         above = rest >= np.uint64(1 << bits)
@@ -333,7 +336,7 @@ def log2(values: NDArray[np.int64]) -> NDArray[np.int64]:
     # The mantissa as 1.31 fixed point, squared once for each bit of the fraction.
     mantissa = np.where(logs <= 31, values << np.maximum(31 - logs, 0), values >> np.maximum(logs - 31, 0))
     mantissa = mantissa.astype(np.uint64)
-    for _ in range(8):
+    for _ in range(fraction):
         mantissa = (mantissa * mantissa) >> np.uint64(31)
         carry = mantissa >> _32
         mantissa >>= carry
