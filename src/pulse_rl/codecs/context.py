@@ -326,11 +326,12 @@ class _Group:
         return coding.joined_memory(several)
 
     def _changes(self, batch: Ints) -> coding.SegmentMoves:
-        edges = np.concatenate([[0], np.cumsum(self.changed[batch])])
+        counts = self.changed[batch]
+        edges = np.concatenate([[0], np.cumsum(counts)])
         if len(batch) == batch[-1] - batch[0] + 1:
             here = slice(self._edges[batch[0]], self._edges[batch[-1] + 1])
             return coding.SegmentMoves(edges, self._indices[here], self._moved.at(here))  # views
-        chosen = np.concatenate([np.arange(*self._edges[number : number + 2]) for number in batch])
+        chosen = np.arange(edges[-1]) + np.repeat(self._edges[batch] - edges[:-1], counts)
         return coding.SegmentMoves(edges, self._indices[chosen], self._moved.at(chosen))
 
     def plain(self, number: int) -> bytes:

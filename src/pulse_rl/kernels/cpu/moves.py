@@ -59,17 +59,21 @@ def find_hot(like, segment, mask, most, shift, indices, exponents):
 
 @kernel
 def count_in_segments(like, segments, mask, shift, every, counts):
+    line = 64 // like.itemsize  # elements
     for s in range(segments.shape[0]):
-        segment, step = segments[s], LANES * every[s]
+        segment, each = segments[s], every[s]
         run, n = segment.run, segment.rows * segment.run
-        for start in range(0, n, step):
-            r, i = start // run, start % run
-            row = segment.address + np.uint64(r * segment.apart)
-            for _ in range(start, min(n, start + LANES)):
-                counts[s, np.int64((load(like, row, i) & mask) >> shift)] += every[s]
-                i += 1
-                if i == run:
-                    row, i = row + np.uint64(segment.apart), 0
+        coming = segments[min(s + 1, segments.shape[0] - 1)].address  # processors do not foresee where the next one lies
+        for start in range(0, n, LANES * each):
+            for piece in range(start, start + LANES, line):
+                ask_for(like, coming, piece)
+            row, i = segment.address + np.uint64(start // run * segment.apart), start % run
+            left = min(n - start, LANES)
+            while left > 0:
+                here = min(left, run - i)
+                for k in range(i, i + here):
+                    counts[s, np.int64((load(like, row, k) & mask) >> shift)] += each
+                row, i, left = row + np.uint64(segment.apart), np.int64(0), left - here
 
 
 @inlined
