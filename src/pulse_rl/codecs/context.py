@@ -177,7 +177,7 @@ def _group_numbers(
     numbers: list[int] = []
     for before, learned in zip([None, *models], models, strict=False):
         numbers += model.to_numbers(learned, before, field)
-    lengths = np.array([len(stream) for stream in streams])
+    lengths = np.array(list(map(len, streams)))
     mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
     residues = np.where(plain, 0, model.zigzag(lengths - ((changed * mean) >> 8)))
     return [*numbers, mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
@@ -237,14 +237,10 @@ def _encode_group(group: "_Group", price: int) -> tuple[Ints, list[Model], list[
     ]
     # 3. Code every segment from its model; one that would take more bytes than its elements is written plain.
     starts = coding.starts_of([learned.start() for learned in models])
-    streams = list[bytes]()
-    for coded in ordered_map(partial(group.code, classes=classes, starts=starts), batches):
-        for stream in coded:
-            if stream is None:
-                classes[len(streams)] = len(models)
-                stream = group.plain(len(streams))
-            streams.append(stream)
-    return classes, models, streams
+    several = ordered_map(partial(group.code, classes=classes, starts=starts), batches)
+    streams = [stream for coded in several for stream in coded]
+    classes[[number for number, stream in enumerate(streams) if stream is None]] = len(models)
+    return classes, models, [group.plain(at) if stream is None else stream for at, stream in enumerate(streams)]
 
 
 class _Group:

@@ -267,12 +267,9 @@ def encode_segments(memory: MemoryRows, kind: Kind, starts: Starts, changes: Seg
     """Code each segment's changes. None for one whose stream would take more bytes than its elements."""
     out = buffer("out", kind.itemsize * int((memory.rows * memory.runs).sum()) + SLACK, np.uint8)
     used, nbytes = _encoded(out, memory, kind, starts, changes)
-    data, at = out[:used].tobytes(), 0
-    streams: list[bytes | None] = []
-    for size in nbytes.tolist():
-        streams.append(None if size < 0 else data[at : at + size])
-        at += max(0, size)
-    return streams
+    data, ends = out[:used].tobytes(), np.cumsum(np.maximum(nbytes, 0)).tolist()
+    each = zip(nbytes.tolist(), [0, *ends], ends, strict=False)
+    return [None if size < 0 else data[begin:end] for size, begin, end in each]
 
 
 def decode_segments(
