@@ -28,7 +28,16 @@ from numba import njit
 from numba.core import event
 from numba.core.caching import IndexDataCacheFile, NullCache
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler, CompileResult
+from numba.core.compiler import CompilerBase, CompileResult
+from numba.core.compiler_machinery import PassManager
+from numba.core.typed_passes import (
+    IRLegalization,
+    NativeLowering,
+    NoPythonBackend,
+    NopythonTypeInference,
+    PreLowerStripPhis,
+)
+from numba.core.untyped_passes import FixupArgs, GenericRewrites, IRProcessing, ReconstructSSA, TranslateByteCode
 
 from pulse_rl.logs import logger
 
@@ -219,6 +228,31 @@ def _warn() -> None:
     )
 
 
+PASSES = (
+    TranslateByteCode,
+    FixupArgs,
+    IRProcessing,
+    GenericRewrites,
+    ReconstructSSA,
+    NopythonTypeInference,
+    PreLowerStripPhis,
+    IRLegalization,
+    NativeLowering,
+    NoPythonBackend,
+)
+
+
+class _Compiler(CompilerBase):  # type: ignore[misc]
+    """Numba's compiler, without its passes for what no kernel has: closures, `with`, literals, array expressions."""
+
+    def define_pipelines(self) -> list[PassManager]:
+        passes = PassManager("kernel")
+        for each in PASSES:
+            passes.add_pass(each, each.__name__)
+        passes.finalize()
+        return [passes]
+
+
 KERNELS: list[Any] = []  # Numba's dispatcher of each
 
 
@@ -227,7 +261,7 @@ def kernel(function: Callable[..., Any], *, nogil: bool = True) -> Any:
 
     nogil: False for one that calls into Python's objects.
     """
-    compiled = njit(nogil=nogil, no_cfunc_wrapper=True, _nrt=False)(function)
+    compiled = njit(nogil=nogil, no_cfunc_wrapper=True, _nrt=False, pipeline_class=_Compiler)(function)
     compiled._cache = _Cache(function)
     KERNELS.append(compiled)
     return compiled
@@ -249,7 +283,7 @@ class _Linked(JITCodeLibrary):  # type: ignore[misc]
         return 0
 
 
-class _PartCompiler(Compiler):  # type: ignore[misc]
+class _PartCompiler(_Compiler):
     def compile_extra(self, function: Any) -> Any:
         self.state.library = _Linked(self.state.targetctx.codegen(), function.__qualname__)
         return super().compile_extra(function)
