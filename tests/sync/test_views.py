@@ -18,6 +18,7 @@ import pulse_rl as pulse
 from pulse_rl.cli.app import app
 from pulse_rl.errors import one_line
 from pulse_rl.history.history import History
+from pulse_rl.history.operate.status import status
 from pulse_rl.patch.overlay import PatchSection
 from pulse_rl.patch.scan import Scan
 from pulse_rl.patch.since import Known
@@ -235,6 +236,24 @@ def test_damage_of_a_view_is_found_and_leaves_the_weights_alone(tmp_path: Path, 
         publisher.resume()
         publisher.publish(policy.step(), anchor=True)
     assert same(pull(store, "fp8"), policy.views(None)["fp8"])
+
+
+@pytest.mark.parametrize(("sequence", "what"), [(0, "anchors"), (1, "patches")])
+def test_status_says_what_is_missing_of_a_view(tmp_path: Path, sequence: int, what: str) -> None:
+    """A new subscriber of it cannot start then; those of the weights and of the other view can."""
+    policy, publisher = Policy(), pulse.Publisher(tmp_path, views=VIEWS)
+    for _ in range(3):
+        publisher.publish(policy.step())
+    assert status(tmp_path).problems == ()
+    lost = pulse.History(tmp_path).of("fp8").read(sequence)
+    (tmp_path / (lost.patch or lost.anchor[0]).name).unlink()
+    first, second = status(tmp_path).problems
+    assert first.startswith("view 'fp8': missing or cut short")
+    assert f"{what}/" in first
+    assert second.startswith("view 'fp8': a new subscriber cannot start")
+    with pytest.raises(pulse.PulseError):
+        pull(tmp_path, "fp8")
+    pull(tmp_path, "rows")
 
 
 def test_views_are_copied_pruned_and_signed_with_their_versions(tmp_path: Path) -> None:

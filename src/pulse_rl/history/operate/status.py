@@ -277,12 +277,23 @@ def _newest(history: History, sequences: list[int], problems: list[str]) -> Mani
 
 def _missing(history: History, newest: Manifest, first: int, objects: dict[str, list[ObjectInfo]]) -> list[str]:
     """What is missing on the way to the newest version."""
-    found = find_missing(history, newest, first, [*objects["patches"], *objects["anchors"]])
+    found = _find_missing(history, newest, first, [*objects["patches"], *objects["anchors"]])
     if not found:
         return []
     # The folders are listed at once: of a version that was committed meanwhile, only the manifest may be listed.
     listed = [info for folder in ("patches", "anchors") for info in history.store.list(folder)]
-    return find_missing(history, newest, _unless_broken(history.first, 0, [], IntegrityError), listed)
+    return _find_missing(history, newest, _unless_broken(history.first, 0, [], IntegrityError), listed)
+
+
+def _find_missing(history: History, newest: Manifest, first: int, objects: list[ObjectInfo]) -> list[str]:
+    """As `find_missing`, of the weights and of each view."""
+    found = find_missing(history, newest, first, objects)
+    for view in sorted(newest.views):
+        head = newest.of(view)
+        assert head is not None
+        of_view = find_missing(history.of(view), head, first, objects)
+        found += [f"view {view!r}: {problem}" for problem in of_view if problem not in found]
+    return found
 
 
 def _total(objects: Iterable[ObjectInfo]) -> Objects:
