@@ -158,6 +158,24 @@ def test_a_bad_model_name_is_refused_before_it_is_loaded(tmp_path: Path) -> None
             model_name.check(name, dither=None)
 
 
+def test_a_model_that_is_nowhere_is_asked_of_the_hub_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the hub has it, Transformers reads it; it would ask six times for one that cannot be had."""
+    asked: list[str] = []
+
+    def ask(url: str, there: bool = False) -> None:
+        asked.append(url)
+        if not there:
+            raise RuntimeError("no route")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda source: f"config of {source}")
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
+    with pytest.raises(OSError, match=r"no directory is called some/model.* \(no route\)"):
+        model_name.require_config("some/model")
+    assert [url.partition("/some/")[2] for url in asked] == ["model/resolve/main/config.json"]
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: ask(url, there=True))
+    assert model_name.require_config("some/model") == "config of some/model"
+
+
 # --- what is kept of a run ------------------------------------------------------------------------------------
 
 

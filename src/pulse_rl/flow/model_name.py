@@ -47,10 +47,10 @@ def require_config(name: str) -> Any:
     """
     if name == "tiny" or (name == "smollm2" and smollm2_file() is not None):
         return None
-    transformers = require("transformers", "run")
     source = source_of(name)
     try:
-        return transformers.AutoConfig.from_pretrained(source)
+        _require_there(source)
+        return require("transformers", "run").AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         if name == "smollm2":
             raise OSError(
@@ -58,6 +58,24 @@ def require_config(name: str) -> Any:
                 f"({one_line(error, 200)})"
             ) from None
         raise OSError(f"model: Transformers cannot load {source}: {one_line(error, 300)}") from None
+
+
+def _require_there(source: str) -> None:
+    """Raise OSError for a model that is neither here nor on the hub, which is asked once.
+
+    Transformers asks six times, for half a minute.
+    """
+    if os.path.isdir(source):
+        return
+    hub = require("huggingface_hub", "run")
+    try:
+        if not isinstance(hub.try_to_load_from_cache(source, "config.json"), str):
+            hub.get_hf_file_metadata(hub.hf_hub_url(source, "config.json"))
+    except Exception as error:  # noqa: BLE001  # its requests have exceptions of their own
+        raise OSError(
+            f"expected smollm2, tiny, a directory or a hub id; no directory is called {source}, no copy of it is cached, "
+            f"and the hub gives no config.json of it ({one_line(error, 200)})"
+        ) from None
 
 
 def has_experts(config: Any) -> bool:
