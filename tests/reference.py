@@ -14,19 +14,25 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pulse_rl.errors import MissingExtraError
+
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
 _INTEGRATIONS = (
     "transformers",
+    "lightning",
+    "axolotl",
     "fsdp",
     "deepspeed",
     "megatron",
     "peft",
+    "masters",
     "sglang",
     "delivery",
     "trl",
@@ -47,9 +53,18 @@ _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples|
 _ENTRY = re.compile(r"    (?:\*{0,2})([A-Za-z_]\w*)(?: \([^)]*\))?:(?: |$)")
 
 
+def absent(module: str) -> bool:
+    """Whether a module cannot be imported, as its framework is not installed here."""
+    try:
+        importlib.import_module(module)
+    except MissingExtraError:
+        return True
+    return False
+
+
 def public() -> Iterator[tuple[str, Any]]:
     """Every public name with what it stands for, as ("pulse_rl.diff", <function>)."""
-    for module in MODULES:
+    for module in filterfalse(absent, MODULES):
         room = importlib.import_module(module)
         own = (name for name, value in vars(room).items() if getattr(value, "__module__", None) == module)
         names = getattr(room, "__all__", None) or [name for name in own if not name.startswith("_")]
@@ -189,9 +204,12 @@ def problems() -> list[str]:
         names.append(name)
         found += wrong(name, value)
     found += [f"{name}: on no page in docs/reference/" for name in names if name not in shown()]
+    seen = {name.rpartition(".")[0] for name in shown()}
+    found += [f"{module}: on no page in docs/reference/" for module in filter(absent, MODULES) if module not in seen]
     for name in sorted(shown() - set(names)):  # what public functions return
         module, _, attribute = name.rpartition(".")
-        found += wrong(name, getattr(importlib.import_module(module), attribute))
+        if not absent(module):
+            found += wrong(name, getattr(importlib.import_module(module), attribute))
     return found
 
 

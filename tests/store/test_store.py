@@ -164,6 +164,24 @@ def test_reading_makes_no_directory(tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+def test_what_is_pruned_leaves_no_empty_directories(tmp_path: Path) -> None:
+    """An anchor is a directory in a folder; an hour's anchors would stay as empty ones. Folders stay."""
+    source = {"w": np.zeros(3, np.uint16)}
+    publisher = pulse.Publisher(tmp_path, anchor_every=2, retain=1, grace=0)
+    for version in range(6):
+        publisher.publish(source, version=version)
+    assert len(list((tmp_path / "anchors").iterdir())) == 1
+    store = pulse.open_store(tmp_path)
+    for name in ("patches/a", "anchors/b/1", "anchors/b/2"):
+        store.put(name, b"")
+    store.delete("anchors/b/2")
+    assert (tmp_path / "anchors" / "b").is_dir()
+    for info in store.list(""):
+        store.delete(info.name)
+    assert {path.name for path in tmp_path.rglob("*")} >= {"anchors", "patches"}
+    assert [path.name for path in (tmp_path / "anchors").iterdir()] == []
+
+
 def test_unwritable_store_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = pulse.open_store(tmp_path / "file" / "store")

@@ -66,6 +66,13 @@ class DirectoryStore(ObjectStore):
             finally:
                 staged.unlink(missing_ok=True)
 
+    def delete(self, name: str) -> None:
+        """As in `Store`. A directory within a folder, as an anchor's, goes with its last object."""
+        super().delete(name)
+        if self._inner is not None and name.count("/") > 1:
+            with suppress(OSError):  # others are in it, or it is gone
+                (self.path / name).parent.rmdir()
+
     def _open_existing(self, name: str) -> Any:
         """As in `ObjectStore`. Raises StoreError for a pipe, a socket or a device, which obstore would wait for."""
         try:
