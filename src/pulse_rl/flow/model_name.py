@@ -73,8 +73,8 @@ def _require_there(source: str) -> None:
             hub.get_hf_file_metadata(hub.hf_hub_url(source, "config.json"))
     except Exception as error:  # noqa: BLE001  # its requests have exceptions of their own
         raise OSError(
-            f"expected smollm2, tiny, a directory or a hub id; no directory is called {source}, no copy of it is cached, "
-            f"and the hub gives no config.json of it ({one_line(error, 200)})"
+            f"expected smollm2, tiny, a directory or a hub id; no directory is called {source}, no copy of it is "
+            f"cached, and the hub gives no config.json of it ({one_line(error, 200)})"
         ) from None
 
 
