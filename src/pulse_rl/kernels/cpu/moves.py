@@ -63,7 +63,7 @@ def count_in_segments(like, segments, mask, shift, every, counts):
     for s in range(segments.shape[0]):
         segment, each = segments[s], every[s]
         run, n = segment.run, segment.rows * segment.run
-        coming = segments[min(s + 1, segments.shape[0] - 1)].address  # processors do not foresee where the next one lies
+        coming = segments[min(s + 1, segments.shape[0] - 1)].address  # processors do not foresee where that lies
         for start in range(0, n, LANES * each):
             for piece in range(start, start + LANES, line):
                 ask_for(like, coming, piece)
