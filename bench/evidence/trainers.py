@@ -119,13 +119,20 @@ def trainers() -> str:
                 f"{len(seeds)} × {steps}",
                 spread(list(gained.values())),
                 f"{sum(gained.values()) / sum(same):.2f}" if len(same) == len(gained) else "–",
-                *(f"{mean(first, of):.3f} → {mean(last, of):.3f}" if first[0][of] else "–" for of in COLUMNS[-2:]),
+                *(_change(first, last, of) for of in COLUMNS[-2:]),
                 f"{sent / 1e6:,.1f} MB",
                 f"{dense / sent:,.{0 if dense >= sent else 1}f} ×",
             ]
         )
     head = ("method, lr", "trainers", "seeds × steps", "gained", "of DiLoCo's", "unseen, likeliest", "unseen, sampled")
     return table((*head, "a trainer and round", "less than DiLoCo"), lines)
+
+
+def _change(first: list[dict[str, str]], last: list[dict[str, str]], column: str) -> str:
+    """The means before and after all runs; none where one of them lacks it."""
+    if not all(row[column] for row in first):
+        return "–"
+    return f"{mean(first, column):.3f} → {mean(last, column):.3f}"
 
 
 def _gain(rows: list[dict[str, str]]) -> float:
