@@ -47,10 +47,11 @@ def require_config(name: str) -> Any:
     """
     if name == "tiny" or (name == "smollm2" and smollm2_file() is not None):
         return None
+    transformers = require("transformers", "run")
     source = source_of(name)
     try:
         _require_there(source)
-        return require("transformers", "run").AutoConfig.from_pretrained(source)
+        return transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         if name == "smollm2":
             raise OSError(
@@ -67,7 +68,8 @@ def _require_there(source: str) -> None:
     """
     if os.path.isdir(source):
         return
-    hub = require("huggingface_hub", "run")
+    import huggingface_hub as hub  # Transformers brings it
+
     try:
         if not isinstance(hub.try_to_load_from_cache(source, "config.json"), str):
             hub.get_hf_file_metadata(hub.hf_hub_url(source, "config.json"))
