@@ -73,7 +73,7 @@ def _require_there(source: str) -> None:
     try:
         if not isinstance(hub.try_to_load_from_cache(source, "config.json"), str):
             hub.get_hf_file_metadata(hub.hf_hub_url(source, "config.json"))
-    except Exception as error:  # noqa: BLE001  # its requests have exceptions of their own
+    except Exception as error:  # noqa: BLE001  # also those of the HTTP library below, requests or httpx
         raise OSError(
             f"expected smollm2, tiny, a directory or a hub id; no directory is called {source}, no copy of it is "
             f"cached, and the hub gives no config.json of it ({one_line(error, 200)})"

@@ -288,9 +288,7 @@ def _missing(history: History, newest: Manifest, first: int, objects: dict[str, 
 def _find_missing(history: History, newest: Manifest, first: int, objects: list[ObjectInfo]) -> list[str]:
     """As `find_missing`, of the weights and of each view."""
     found = find_missing(history, newest, first, objects)
-    for view in sorted(newest.views):
-        head = newest.of(view)
-        assert head is not None
+    for view, head in zip(newest.views, newest.each_view()[1:], strict=True):
         of_view = find_missing(history.of(view), head, first, objects)
         found += [f"view {view!r}: {problem}" for problem in of_view if problem not in found]
     return found
