@@ -67,6 +67,15 @@ def trained(model: Any, out: Path, make: Any) -> list[str]:
     return digests
 
 
+# Of Lightning's trainer.
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def test_lightning_publishes_each_optimizer_step_and_continues_a_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from pulse_rl.integrations.lightning import PulseCallback
@@ -96,10 +105,7 @@ def test_lightning_publishes_each_optimizer_step_and_continues_a_checkpoint(tmp_
             max_steps=steps,
             max_epochs=-1,
             accumulate_grad_batches=2,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
             default_root_dir=tmp_path,
             callbacks=[
                 PulseCallback(tmp_path / "store", weights=lambda module: module.model),
@@ -143,10 +149,7 @@ def test_weights_that_lightning_averages_are_the_last_version(kind: str, tmp_pat
     def train(*callbacks: Any) -> Any:
         trainer = lightning.Trainer(
             max_epochs=STEPS,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
             enable_checkpointing=False,
             callbacks=list(callbacks),
         )
