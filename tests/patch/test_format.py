@@ -382,9 +382,11 @@ def document_segments(tensors: list[Any]) -> list[DocumentSegment]:
     """The segments of these tensors, in the order in which they are coded."""
     groups: dict[Any, Any] = {}
     for number, (name, dtype, shape, boxes) in enumerate(tensors):
-        words = name.split(".")
-        starred = [word for word in words if re.fullmatch("0|[1-9][0-9]{0,17}", word) and "*" not in words]
-        numbers, pattern = [int(word) for word in starred], ".".join("*" if w in starred else w for w in words)
+        starred = [] if "*" in name else re.findall("0|[1-9][0-9]{0,17}", name)
+        numbers, pattern = list(map(int, starred)), name
+        for digits in starred:  # each stands after the * of those before it
+            done, star, rest = pattern.rpartition("*")
+            pattern = done + star + rest.replace(digits, "*", 1)
         covered = boxes or [[[0] * len(shape), shape]]
         key = (pattern, dtype, shape, covered)
         groups.setdefault(json.dumps(key), (key, []))[1].append((numbers[::-1], number))
@@ -404,9 +406,10 @@ def document_table(rows: list[Any]) -> list[Any]:
     found = []
     for pattern, dtype, shape, boxes, several in rows:
         for numbers in several:
-            left = iter(numbers)
-            words = [str(next(left)) if word == "*" and numbers else word for word in pattern.split(".")]
-            found.append([".".join(words), dtype, shape, boxes])
+            name = pattern
+            for number in numbers:
+                name = name.replace("*", str(number), 1)
+            found.append([name, dtype, shape, boxes])
     return sorted(found)
 
 

@@ -11,7 +11,7 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import memory_of
 from pulse_rl.patch.scan import rows_of
-from pulse_rl.patch.segments import Entry, Segments, groups_of
+from pulse_rl.patch.segments import Entry, Segments, groups_of, names_of, numbers_of
 from pulse_rl.patch.targets import locate, spots_of, targets
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.boxes import Box, Positions, whole
@@ -48,6 +48,21 @@ def test_iteration_gives_what_access_gives(segments: Segments, data: st.DataObje
 def test_segments_are_consecutive(segments: Segments) -> None:
     with pytest.raises(ValueError, match="consecutive"):
         segments[::2]
+
+
+@pytest.mark.parametrize("name", ["layers.{}.w", "block_{}/w", "t{}", "mlp.experts.fc1.weight{}", "{}"])
+def test_tensors_whose_names_differ_in_a_number_are_one_group(name: str) -> None:
+    """Wherever the number stands: one tensor by itself costs as much as hundreds in a group."""
+    table = [Entry(name.format(number), "BF16", (8, 8), (whole((8, 8)),)) for number in (0, 7, 10, 123)]
+    (group,) = groups_of(table)
+    assert [table[tensor].name for tensor in group.tensors] == [entry.name for entry in table]
+
+
+@given(st.lists(st.sampled_from("0 00 1 7 12 * . x _ 1234567890123456789".split())).map("".join))
+def test_a_pattern_and_its_numbers_give_the_name(name: str) -> None:
+    pattern, numbers = numbers_of(name)
+    assert list(names_of(pattern, [numbers])) == [name]
+    assert "*" in name or not any(digit in pattern for digit in "0123456789")
 
 
 def whole_segments(tensors: dict[str, Bits]) -> Segments:
