@@ -272,8 +272,9 @@ def test_auto_is_never_worse_than_gap(segment: Segment, times: int) -> None:
 
 
 def drifted_patch(count: int = 4, *, size: int = 300) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """Each tensor is a group of its own, as their names differ in a letter."""
     rng = np.random.default_rng(5)
-    old = {f"t{i}": random_tensor("torch", "bfloat16", (size, size), rng) for i in range(count)}
+    old = {name: random_tensor("torch", "bfloat16", (size, size), rng) for name in "abcd"[:count]}
     new = {name: changed(tensor, size * size // 3, rng) for name, tensor in old.items()}
     return old, new, pulse.diff(old, new, codec="context")
 
@@ -281,7 +282,7 @@ def drifted_patch(count: int = 4, *, size: int = 300) -> tuple[dict[str, Any], d
 def test_another_base_is_refused_and_left_alone() -> None:
     """By the base digest; if that is forged, by the target digest or because the stream is broken there."""
     old, _, patch = drifted_patch(1)
-    old["t0"].view(torch.int16)[5, 7] ^= 0x4000
+    old["a"].view(torch.int16)[5, 7] ^= 0x4000
     before = snapshot(old)
     with pytest.raises(pulse.BaseMismatchError):
         pulse.apply(old, patch)
@@ -344,11 +345,11 @@ def test_two_names_of_one_memory(keep: int, monkeypatch: pytest.MonkeyPatch) -> 
     """A patch that treats them as two has the same changes for both: the second is not decoded against new bits."""
     monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", keep)
     old, new, _ = drifted_patch(1)
-    apart = {"a": old["t0"], "b": old["t0"].clone()}
-    patch = pulse.diff(apart, {"a": new["t0"], "b": new["t0"].clone()}, codec="context")
-    live = old["t0"].clone()
+    apart = {"a": old["a"], "b": old["a"].clone()}
+    patch = pulse.diff(apart, {"a": new["a"], "b": new["a"].clone()}, codec="context")
+    live = old["a"].clone()
     pulse.apply({"a": live, "b": live}, patch)
-    assert snapshot({"t0": live}) == snapshot(new)
+    assert snapshot({"a": live}) == snapshot(new)
 
 
 @pytest.mark.parametrize("codec", ["context", "gap"])

@@ -420,7 +420,8 @@ def test_malformed_tables(case: str) -> None:
 
 def words(*numbers: int, spans: int = 1) -> bytes:
     """An index of these numbers, with hashes of its spans that are not right yet."""
-    return compress(np.array(numbers, "<u4").tobytes() + bytes(16 * spans))
+    planes = np.array(numbers, "<u4").view(np.uint8).reshape(-1, 4).T
+    return compress(planes.tobytes() + bytes(16 * spans))
 
 
 def test_malformed_indices() -> None:

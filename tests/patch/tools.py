@@ -164,7 +164,8 @@ def read_index(metadata: Mapping[str, str], stream: bytes) -> Index:
     end = len(stream) - 16 * (spans // 2)
     if blocks < 0 or spans < 0 or end < 4 * (blocks + spans):
         raise ValueError(f"expected {blocks // 2} blocks and {spans // 2} spans, found {len(stream)} bytes")
-    numbers = [n for (n,) in struct.iter_unpack("<I", stream[:end])]
+    planes = np.frombuffer(stream[:end], np.uint8).reshape(4, -1)
+    numbers = [n for (n,) in struct.iter_unpack("<I", planes.T.tobytes())]
     return Index(
         [numbers[i : i + 2] for i in range(0, blocks, 2)],
         [numbers[i : i + 2] for i in range(blocks, blocks + spans, 2)],
@@ -176,7 +177,8 @@ def read_index(metadata: Mapping[str, str], stream: bytes) -> Index:
 def index_bytes(index: Index) -> bytes:
     """The inverse of `read_index`."""
     numbers = [n for pair in [*index.blocks, *index.spans] for n in pair] + index.counts
-    return struct.pack(f"<{len(numbers)}I", *numbers) + b"".join(index.hashes)
+    words = np.frombuffer(struct.pack(f"<{len(numbers)}I", *numbers), np.uint8)
+    return words.reshape(-1, 4).T.tobytes() + b"".join(index.hashes)
 
 
 def hashed(index: Index, payload: bytes) -> Index:
