@@ -70,7 +70,8 @@ def blank(field: Field) -> Model:
 
 def _odds(ones: Ints, zeros: Ints) -> Ints:
     """The logarithm of ones / zeros (both at least 1) in quarters, rounded to the nearest."""
-    odds: Ints = np.clip((log2(ones) - log2(zeros) + 32) >> 6, -ODDS, ODDS)
+    of_ones, of_zeros = log2(np.stack([ones, zeros]))  # one call: the arrays are small
+    odds: Ints = np.clip((of_ones - of_zeros + 32) >> 6, -ODDS, ODDS)
     return odds
 
 
