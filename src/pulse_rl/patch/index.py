@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.patch.segments import Entry, Segments
-from pulse_rl.patch.table import TABLE_LEVEL
 
+LEVEL = 15  # of zstd: 19 takes three to ten times as long for 1 % less
 MAX_SPANS = 1 << 20  # what is kept of them takes 0.5 GB; a patch of 10^12 elements has 30,000
 HASH_NBYTES = 16  # of a block: the first half of its BLAKE3, for which finding another block takes 2^128 attempts
 
@@ -42,7 +42,7 @@ def encode_index(counts: NDArray[np.int64], blocks: Sequence[CodedBlock]) -> byt
     hashes = b"".join(span_hash(payload) for _, payload in spans)
     words = np.concatenate([np.array(numbers, "<u4"), counts.astype("<u4")])
     planes = words.view(np.uint8).reshape(-1, 4).T.tobytes()
-    return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(planes + hashes)
+    return zstandard.ZstdCompressor(level=LEVEL).compress(planes + hashes)
 
 
 class Index(NamedTuple):
