@@ -1,7 +1,8 @@
 """What a version costs by the number of tensors: `python -m bench.tensors [--tensors N]`.
 
-The same 77 million BF16 elements as 300 tensors and as 18,867, which is the number of tensors of a mixture of experts
-with 128 experts in 48 layers and three matrices each; 0.2 % of them change at random. Processor time, of all threads.
+The same 77 million BF16 elements as 3 tensors of 16 experts each, as 300 matrices, and as 18,867, which is the number
+of matrices of a mixture with 128 experts in 48 layers and three of each; 0.2 % of the elements change at random.
+Processor time, of all threads.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import pulse_rl as pulse
 from bench.report import CODECS, PatchCodec, processor_time
 from pulse_rl.cli import output
 
-SHAPES = {300: (512, 503), 18_867: (64, 64)}  # of one tensor, by their number
+SHAPES = {3: (16, 1024, 1572), 300: (512, 503), 18_867: (64, 64)}  # of one tensor, by their number
 DENSITY = 0.002
 VERSIONS = 13  # the first compiles kernels, the next looks at the weights
 
@@ -63,7 +64,7 @@ def measure(tensors: int, codec: PatchCodec) -> Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensors", type=int, choices=list(SHAPES), action="append", help="default: both")
+    parser.add_argument("--tensors", type=int, choices=list(SHAPES), action="append", help="default: each")
     chosen = parser.parse_args().tensors or list(SHAPES)
     rows = []
     for codec in CODECS:

@@ -351,10 +351,14 @@ def document_tiles(shape: list[int], offset: list[int], sizes: list[int]) -> lis
     ranges = [8 if n >= 16 else 1 for n in shape]
     while len(shape) > 1 and ranges[-1] > 1 and shape[-2] * ranges[-1] > 8 * shape[-1] * ranges[-2]:
         ranges[-1] //= 2
-    while max(ranges, default=1) > 2 and product(shape) < 262144 * product(ranges):
+    d = ([0, 0] + [i for i, m in enumerate(ranges) if m > 1])[-2]
+    while max(ranges, default=1) > 2 and product(shape[d:]) < 262144 * product(ranges[d:]):
         ranges[max(d for d in range(len(shape)) if ranges[d] > 2)] //= 2
-    while max(ranges, default=1) > 1 and product(shape) < 65536 * product(ranges):
+        d = ([0, 0] + [i for i, m in enumerate(ranges) if m > 1])[-2]
+    while max(ranges, default=1) > 1 and product(shape[d:]) < 65536 * product(ranges[d:]):
         ranges[max(d for d in range(len(shape)) if ranges[d] > 1)] //= 2
+        d = ([0, 0] + [i for i, m in enumerate(ranges) if m > 1])[-2]
+    ranges[:d] = shape[:d]
     cells = []
     for cell in itertools.product(*(range(m) for m in ranges)):
         low = [max(a, i * n // m) for i, n, m, a in zip(cell, shape, ranges, offset, strict=True)]

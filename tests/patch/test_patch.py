@@ -632,17 +632,24 @@ def test_bits_that_do_not_read_back_are_reported(monkeypatch: pytest.MonkeyPatch
 # Memory
 
 
-@pytest.mark.parametrize("shape", [(700, 700), (16, 300, 200), (3, 200_000), (500_000,)])
+@pytest.mark.parametrize(
+    "shape", [(700, 700), (16, 300, 200), (3, 200_000), (500_000,), (4, 600, 600), (600, 300, 3, 3)]
+)
 def test_changes_beyond_the_budget_of_a_scan_are_found_tile_by_tile(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bytes, whether a group is compared run by run, tile by tile, or both because it holds too many."""
+    """The same bytes, whether a group is compared run by run, tile by tile, or both because it holds too many.
+
+    Run by run, where memory is plain, of matrices, of experts that one tensor holds and of convolutions.
+    """
     rng = np.random.default_rng(6)
     old = {f"layers.{i}.w": random_tensor("torch", "bfloat16", shape, rng) for i in range(3)}
     new = {name: changed(tensor, 20_000, rng) for name, tensor in old.items()}
     for codec in ("gap", "context"):
         monkeypatch.setattr("pulse_rl.patch.scan.HELD_NBYTES", 32 << 20)
-        patch = pulse.diff(old, new, codec=codec)
+        with monkeypatch.context() as runs:
+            runs.setattr("pulse_rl.patch.scan.Scan._in_tiles", None)
+            patch = pulse.diff(old, new, codec=codec)
         for budget in (-1, 200_000):
             monkeypatch.setattr("pulse_rl.patch.scan.HELD_NBYTES", budget)
             assert pulse.diff(old, new, codec=codec) == patch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pulse_rl.weights import boxes
 from pulse_rl.weights.box_sets import disjoint
-from pulse_rl.weights.boxes import Box, FlatRun, Positions, Shape, count_at_most, cuts, tiles, whole
+from pulse_rl.weights.boxes import Box, FlatRun, Positions, Shape, count_at_most, cuts, rows_in, tiles, whole
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 FILLED = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -122,6 +122,15 @@ def test_tiles_cover_a_box_once_and_cross_no_cut(data: st.DataObject, shape: Sha
     assert list(found) == sorted(found, key=lambda tile: (tile.quadrant, tile.box))
 
 
+@settings(deadline=None, max_examples=200)
+@given(TILED)
+def test_a_tile_lies_in_rows_at_one_distance(shape: Shape) -> None:
+    """Where the tensor is one piece of memory: so kernels reach all of it, of the experts that one tensor holds too."""
+    with small_tiles():
+        found = tiles(shape, whole(shape))
+    assert all(rows_in(tile.box, shape, whole(shape)) is not None for tile in found)
+
+
 @settings(deadline=None, max_examples=100)
 @given(TILED, st.sampled_from([2, 4, 8]), st.integers(0, 2))
 def test_shares_at_cuts_have_the_whole_tensors_tiles(shape: Shape, parts: int, axis: int) -> None:
@@ -151,6 +160,8 @@ def test_shares_at_cuts_have_the_whole_tensors_tiles(shape: Shape, parts: int, a
         ((1024, 1024), 4),
         ((49152, 576), 32),
         ((16, 17, 300), 1),
+        ((128, 1536, 2048), 1024),
+        ((128, 256, 256), 8),
         ((16,) * 8, 16384),
         ((1 << 21, 3), 8),
         ((3, (1 << 22) + 1), 17),

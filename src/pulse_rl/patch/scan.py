@@ -6,6 +6,7 @@ budget, and where tensors do not lie in one run, they are compared tile by tile.
 there, by `on_device`.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -267,15 +268,19 @@ _grids_of_and_kept = lru_cache(maxsize=512)(_grids_of)  # a model has few shapes
 
 
 def _grid(places: Sequence[tuple[int, Box]], box: Box) -> _Grid | None:
-    """places: the tiles of the box, and their numbers in the group."""
+    """places: the tiles of the box, and their numbers in the group.
+
+    A column of the grid is one of the last dimension that is cut; those after it are part of it.
+    """
     ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # of columns → rows and number of each tile
-    inner, columns = (box.sizes[:-1], box.sizes[-1]) if box.sizes else ((), 1)
+    cut = max((d for _, place in places for d, n in enumerate(box.sizes) if place.sizes[d] < n), default=0)
+    inner, columns, deep = box.sizes[:cut], math.prod(box.sizes[cut:]), math.prod(box.sizes[cut + 1 :])
     for number, place in places:
         offset = tuple(a - b for a, b in zip(place.offset, box.offset, strict=True))
-        at = Box(offset[:-1], place.sizes[:-1]).positions(inner)
+        at = Box(offset[:cut], place.sizes[:cut]).positions(inner)
         if len(at.starts) != 1:
             return None
-        first, width = (offset[-1], place.sizes[-1]) if offset else (0, 1)
+        first, width = (deep * offset[cut], deep * place.sizes[cut]) if offset else (0, 1)
         ranges.setdefault((first, width), []).append((int(at.starts[0]), int(at.starts[0]) + at.run, number))
     in_order = sorted(ranges)
     tiles = [tile for key in in_order for tile in sorted(ranges[key])]

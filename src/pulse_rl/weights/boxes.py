@@ -219,18 +219,26 @@ class Tile(NamedTuple):
 
 
 def cuts(shape: Shape) -> tuple[int, ...]:
-    """Into how many ranges each dimension of a tensor is cut: a power of two, at most 8.
+    """Into how many ranges each dimension of a tensor is cut.
 
-    Fewer where tiles would be too tall, or too small: the last dimension's ranges are halved first, and all dimensions
-    keep halves as long as tiles have MIN_TILE elements.
+    A power of two, at most 8. Fewer where tiles would be too tall, or too small: the last dimension's ranges are halved
+    first, and all dimensions keep halves as long as tiles have MIN_TILE elements. But a tile has rows at one distance
+    in memory. So where two dimensions are cut, those before them are cut into single indices: the experts that one
+    tensor holds are cut as if each were a tensor.
     """
     found = [EIGHTHS if n >= 2 * EIGHTHS else 1 for n in shape]
     while len(found) > 1 and found[-1] > 1 and shape[-2] * found[-1] > TALL * shape[-1] * found[-2]:
         found[-1] //= 2
+
+    def first() -> int:
+        """The first dimension that is not cut into single indices."""
+        cut = [d for d, n in enumerate(found) if n > 1]
+        return cut[-2] if len(cut) > 1 else 0
+
     for ranges, least in ((2, FINE_TILE), (1, MIN_TILE)):
-        while max(found, default=1) > ranges and math.prod(shape) < least * math.prod(found):
+        while max(found, default=1) > ranges and math.prod(shape[first() :]) < least * math.prod(found[first() :]):
             found[max(d for d, n in enumerate(found) if n > ranges)] //= 2
-    return tuple(found)
+    return (*shape[: first()], *found[first() :])
 
 
 def count_at_most(shape: Shape, box: Box) -> int:
