@@ -351,13 +351,16 @@ def document_tiles(shape: list[int], offset: list[int], sizes: list[int]) -> lis
     ranges = [8 if n >= 16 else 1 for n in shape]
     while len(shape) > 1 and ranges[-1] > 1 and shape[-2] * ranges[-1] > 8 * shape[-1] * ranges[-2]:
         ranges[-1] //= 2
-    d = ([0, 0] + [i for i, m in enumerate(ranges) if m > 1])[-2]
-    while max(ranges, default=1) > 2 and product(shape[d:]) < 262144 * product(ranges[d:]):
-        ranges[max(d for d in range(len(shape)) if ranges[d] > 2)] //= 2
+    while True:
         d = ([0, 0] + [i for i, m in enumerate(ranges) if m > 1])[-2]
-    while max(ranges, default=1) > 1 and product(shape[d:]) < 65536 * product(ranges[d:]):
-        ranges[max(d for d in range(len(shape)) if ranges[d] > 1)] //= 2
-        d = ([0, 0] + [i for i, m in enumerate(ranges) if m > 1])[-2]
+        elements, tiles = product(shape[d:]), product(ranges[d:])
+        last = [max([i for i in range(d, len(shape)) if ranges[i] > m], default=None) for m in (1, 2)]
+        if last[1] is not None and elements < 262144 * tiles:
+            ranges[last[1]] //= 2
+        elif last[0] is not None and elements < 65536 * tiles:
+            ranges[last[0]] //= 2
+        else:
+            break
     ranges[:d] = shape[:d]
     cells = []
     for cell in itertools.product(*(range(m) for m in ranges)):

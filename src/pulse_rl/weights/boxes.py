@@ -230,15 +230,17 @@ def cuts(shape: Shape) -> tuple[int, ...]:
     while len(found) > 1 and found[-1] > 1 and shape[-2] * found[-1] > TALL * shape[-1] * found[-2]:
         found[-1] //= 2
 
-    def first() -> int:
-        """The first dimension that is not cut into single indices."""
-        cut = [d for d, n in enumerate(found) if n > 1]
-        return cut[-2] if len(cut) > 1 else 0
-
-    for ranges, least in ((2, FINE_TILE), (1, MIN_TILE)):
-        while max(found, default=1) > ranges and math.prod(shape[first() :]) < least * math.prod(found[first() :]):
-            found[max(d for d, n in enumerate(found) if n > ranges)] //= 2
-    return (*shape[: first()], *found[first() :])
+    while True:
+        cut = [d for d, n in enumerate(found) if n > 1][-2:]
+        first = cut[0] if len(cut) > 1 else 0  # of those that are not cut into single indices
+        elements, cells = math.prod(shape[first:]), math.prod(found[first:])
+        fine = [d for d in cut if found[d] > 2]
+        if fine and elements < FINE_TILE * cells:
+            found[fine[-1]] //= 2
+        elif cut and elements < MIN_TILE * cells:
+            found[cut[-1]] //= 2
+        else:
+            return (*shape[:first], *found[first:])
 
 
 def count_at_most(shape: Shape, box: Box) -> int:
