@@ -23,6 +23,7 @@ from pulse_rl.patch import encode, work
 from pulse_rl.patch.format import unpack
 from pulse_rl.weights import devices
 from pulse_rl.weights.bits import TorchBits
+from pulse_rl.weights.boxes import cuts
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import layout
 from tests.kernels import gpu_device
@@ -264,6 +265,27 @@ def coding(monkeypatch: pytest.MonkeyPatch) -> Coding:
     monkeypatch.setattr(devices.Cuda, "coder", noted)
     monkeypatch.setattr(TorchBits, "read", reads)
     return made
+
+
+@pytest.mark.parametrize("codec", ["gap", "context"])
+def test_experts_in_one_tensor_are_published_where_they_are(
+    the_device: TheDevice, searched: list[int], coding: Coding, codec: CodecName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several tiles each: a tile of several experts would be no rows that kernels reach."""
+    for limit, elements in {"MIN_TILE": 60, "FINE_TILE": 200, "MAX_TILE": 400}.items():
+        monkeypatch.setattr(f"pulse_rl.weights.boxes.{limit}", elements)
+    here = {"experts.up": torch.randn(3, 19, 23).bfloat16(), "still": torch.randn(300, dtype=torch.float64)}
+    assert cuts((3, 19, 23)) == (3, 2, 2)
+    there = the_device.put(here)
+    publishers = [pulse.Publisher("memory://", codec=codec, baseline=kept_on) for kept_on in PLACES]
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            coding.read = []
+            step({"experts.up": weights["experts.up"]}, version)
+            publisher.publish(weights, version=version)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert sum(searched) == 3 * 19 * 23 + 300
+    assert coding.read == []
 
 
 def test_context_is_coded_and_decoded_where_the_weights_are(
