@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import pulse_rl as pulse
 from pulse_rl.errors import install_hint
 from pulse_rl.flow import model
-from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback
+from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback, checkpoint_weights
 from pulse_rl.kernels.cpu import beside
 from tests.store.through import Through
 
@@ -352,3 +353,47 @@ def test_without_transformers_it_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == f"transformers is needed for this and is not installed: {install_hint('run')}"
+
+
+# Names of checkpoints
+
+
+def mixture(kind: str) -> Any:
+    """A model with four experts a layer, with random weights."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4} if kind == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 12}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **heads, **experts)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_are_published_live_under_the_names_of_checkpoints(kind: str, tmp_path: Path) -> None:
+    """Against what `save_pretrained` writes, before and after a step; a worker's model gets the bits in place."""
+    trained, follower = mixture(kind), mixture(kind)
+    publisher = pulse.Publisher("memory://")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(2):
+        trained.save_pretrained(tmp_path / str(version))
+        saved = load_file(tmp_path / str(version) / "model.safetensors")
+        found = checkpoint_weights(trained)
+        assert found.keys() == saved.keys() != trained.state_dict().keys()
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+        publisher.publish(found, version=version)
+        subscriber.sync(checkpoint_weights(follower))
+        for name, tensor in trained.state_dict().items():
+            assert torch.equal(follower.state_dict()[name], tensor)
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.view(-1)[::7] += 1.0
+
+
+def test_names_of_checkpoints_of_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="expected a PreTrainedModel of Transformers, found Linear"):
+        checkpoint_weights(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(
+        "transformers.core_model_loading.revert_weight_conversion",
+        lambda model, state: {name: tensor.clone() for name, tensor in state.items()},
+    )
+    with pytest.raises(TypeError, match="expected a part of the model's memory, found a copy"):
+        checkpoint_weights(mixture("mixtral"))

@@ -13,12 +13,14 @@ stages new versions in a thread, and writes each between two tokens.
 Importing this raises MissingExtraError where Transformers is not installed.
 
     publish     PublishCallback
+    checkpoint  checkpoint_weights, for engines that know the names of checkpoints alone
     sparsity    SparsityCallback
     generate    FollowWhileGenerating
 """
 
+from pulse_rl.integrations.transformers.checkpoint import checkpoint_weights
 from pulse_rl.integrations.transformers.generate import FollowWhileGenerating
 from pulse_rl.integrations.transformers.publish import PublishCallback
 from pulse_rl.integrations.transformers.sparsity import SparsityCallback
 
-__all__ = ["FollowWhileGenerating", "PublishCallback", "SparsityCallback"]
+__all__ = ["FollowWhileGenerating", "PublishCallback", "SparsityCallback", "checkpoint_weights"]

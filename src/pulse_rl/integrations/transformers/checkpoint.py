@@ -1,0 +1,61 @@
+"""A model's live weights under the names that its checkpoints have.
+
+Transformers 5 holds a layer's experts in two tensors and saves each expert's matrices, as engines load them. These are
+parts of the two, so they can be published as they lie, and written in place by workers.
+"""
+
+from typing import Any
+
+import torch
+
+from pulse_rl.errors import require
+from pulse_rl.weights.bits import is_dtensor
+from pulse_rl.weights.names import unwrap
+
+_transformers = require("transformers", "run")
+
+
+class _Live(torch.Tensor):
+    """A tensor whose parts stay parts of it: Transformers makes them contiguous, which would be copies."""
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> "_Live":
+        return self
+
+
+def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Give the live tensors of a model under the names, and in the shapes, that `save_pretrained` writes.
+
+        PublishCallback("s3://bucket/run", weights=checkpoint_weights)    # for vLLM, of a mixture of experts
+
+    Those of a Transformers worker sync in place: `subscriber.sync(checkpoint_weights(model))`.
+
+    Args:
+        model: A `PreTrainedModel`, also in DDP or compiled, of which this process has all weights.
+
+    Returns:
+        Name → tensor; each is memory of the model.
+
+    Raises:
+        TypeError: The model is none of Transformers' or is sharded, or its checkpoints have tensors that Transformers
+            computes from it, so that there are no live ones.
+    """
+    model = unwrap(model)
+    if not isinstance(model, _transformers.PreTrainedModel):
+        raise TypeError(f"expected a PreTrainedModel of Transformers, found {type(model).__name__}")
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if is_dtensor(tensor):
+            raise TypeError(f"tensor {name!r}: expected whole weights, found a shard: publish the model itself")
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5, whose models have the names of their checkpoints
+        return dict(state)
+    found = revert_weight_conversion(model, {name: tensor.as_subclass(_Live) for name, tensor in state.items()})
+    memory = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    for name, tensor in found.items():
+        if tensor.untyped_storage().data_ptr() not in memory:
+            raise TypeError(
+                f"tensor {name!r}: expected a part of the model's memory, found a copy, which Transformers computes to "
+                "save it: publish transformers.core_model_loading.revert_weight_conversion(model, model.state_dict())"
+            )
+    return {name: tensor.as_subclass(torch.Tensor) for name, tensor in found.items()}
