@@ -391,6 +391,10 @@ def test_experts_are_published_live_under_the_names_of_checkpoints(kind: str, tm
 def test_names_of_checkpoints_of_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="expected a PreTrainedModel of Transformers, found Linear"):
         checkpoint_weights(torch.nn.Linear(2, 2))
+    partitioned = mixture("mixtral")
+    next(partitioned.parameters()).ds_numel = 1 << 20  # DeepSpeed's mark
+    with pytest.raises(TypeError, match="tensor 'model.embed_tokens.weight': expected a whole tensor, .* ZeRO stage 3"):
+        checkpoint_weights(partitioned)
     monkeypatch.setattr(
         "transformers.core_model_loading.revert_weight_conversion",
         lambda model, state: {name: tensor.clone() for name, tensor in state.items()},

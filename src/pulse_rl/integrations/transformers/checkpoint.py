@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pulse_rl.errors import require
-from pulse_rl.weights.bits import is_dtensor
+from pulse_rl.weights.layout import layout, named_tensors
 from pulse_rl.weights.names import unwrap
 
 _transformers = require("transformers", "run")
@@ -42,16 +42,15 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
     model = unwrap(model)
     if not isinstance(model, _transformers.PreTrainedModel):
         raise TypeError(f"expected a PreTrainedModel of Transformers, found {type(model).__name__}")
-    state = model.state_dict()
-    for name, tensor in state.items():
-        if is_dtensor(tensor):
-            raise TypeError(f"tensor {name!r}: expected whole weights, found a shard: publish the model itself")
+    if layout(model).sharded:
+        raise TypeError("expected whole weights, found sharded ones: publish the model itself")
+    live = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, whose models have the names of their checkpoints
-        return dict(state)
-    found = revert_weight_conversion(model, {name: tensor.as_subclass(_Live) for name, tensor in state.items()})
-    memory = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+        return live
+    found = revert_weight_conversion(model, {name: tensor.as_subclass(_Live) for name, tensor in live.items()})
+    memory = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     for name, tensor in found.items():
         if tensor.untyped_storage().data_ptr() not in memory:
             raise TypeError(
