@@ -89,7 +89,7 @@ def _versions(
     codec: Literal["context", "gap"],
     whole: bool = False,
     tensors: int | None = None,
-    experts: int | None = None,
+    stack: tuple[int, ...] = (),
 ) -> None:
     from bench.gpu.bandwidth import fitting
     from bench.gpu.library import SHARES, measure_versions
@@ -97,7 +97,7 @@ def _versions(
 
     elements, shares = (options.elements, SHARES[:1]) if whole else (options.version_elements, SHARES)
     elements = fitting(elements)
-    shapes = shapes_of(elements) if tensors is None else alike(tensors, elements, experts)
+    shapes = shapes_of(elements) if tensors is None else alike(tensors, elements, *stack)
     measure_versions(shapes, shares, kept_on, codec, keep)
 
 
@@ -137,7 +137,7 @@ SECTIONS = {
     "publish_pinned": Section(70, partial(_versions, kept_on="pinned", codec="gap")),
     "publish_300_tensors": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=300)),
     "publish_18867_tensors": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=18_867)),
-    "publish_experts": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=20, experts=128)),
+    "publish_experts": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=20, stack=(128,))),
     "publish_host": Section(70, partial(_versions, kept_on="host", codec="gap")),
 }
 # These run side by side, after all others: no speed is measured any more.

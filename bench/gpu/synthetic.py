@@ -31,10 +31,10 @@ def shapes_of(elements: int) -> list[tuple[int, ...]]:
     return [(vocabulary, width), *(shape for _ in range(layers) for shape in layer), (vocabulary, width)]
 
 
-def alike(tensors: int, elements: int, experts: int | None = None) -> list[tuple[int, ...]]:
-    """So many square matrices of one size, of about this many weights in all. experts: so many in each tensor."""
-    rows = max(1, math.isqrt(elements // tensors // (experts or 1)))
-    return [(rows, rows) if experts is None else (experts, rows, rows)] * tensors
+def alike(tensors: int, elements: int, *stack: int) -> list[tuple[int, ...]]:
+    """So many tensors of one shape, of about this many weights in all: square matrices, or stacks of them."""
+    rows = max(1, math.isqrt(elements // tensors // math.prod(stack)))
+    return [(*stack, rows, rows)] * tensors
 
 
 def state_like(shapes: list[tuple[int, ...]], device: str) -> State:

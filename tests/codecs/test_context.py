@@ -272,7 +272,7 @@ def test_auto_is_never_worse_than_gap(segment: Segment, times: int) -> None:
 
 
 def drifted_patch(count: int = 4, *, size: int = 300) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """Each tensor is a group of its own, as their names differ in a letter."""
+    """Old and new weights, and their patch. Names that differ in a letter make each tensor one group."""
     rng = np.random.default_rng(5)
     old = {name: random_tensor("torch", "bfloat16", (size, size), rng) for name in "abcd"[:count]}
     new = {name: changed(tensor, size * size // 3, rng) for name, tensor in old.items()}

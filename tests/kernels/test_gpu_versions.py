@@ -271,7 +271,7 @@ def coding(monkeypatch: pytest.MonkeyPatch) -> Coding:
 def test_experts_in_one_tensor_are_published_where_they_are(
     the_device: TheDevice, searched: list[int], coding: Coding, codec: CodecName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In several tiles each: a tile of several experts would be no rows that kernels reach."""
+    """Each expert is several tiles. Kernels do not reach a tile of several experts: its rows are unevenly apart."""
     for limit, elements in {"MIN_TILE": 60, "FINE_TILE": 200, "MAX_TILE": 400}.items():
         monkeypatch.setattr(f"pulse_rl.weights.boxes.{limit}", elements)
     here = {"experts.up": torch.randn(3, 19, 23).bfloat16(), "still": torch.randn(300, dtype=torch.float64)}

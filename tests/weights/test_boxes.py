@@ -125,7 +125,7 @@ def test_tiles_cover_a_box_once_and_cross_no_cut(data: st.DataObject, shape: Sha
 @settings(deadline=None, max_examples=200)
 @given(TILED)
 def test_a_tile_lies_in_rows_at_one_distance(shape: Shape) -> None:
-    """Where the tensor is one piece of memory: so kernels reach all of it, of the experts that one tensor holds too."""
+    """Where the tensor is one piece of memory. So kernels reach every tile, also of experts that one tensor holds."""
     with small_tiles():
         found = tiles(shape, whole(shape))
     assert all(rows_in(tile.box, shape, whole(shape)) is not None for tile in found)

@@ -2,8 +2,8 @@
 
 Compressed 32-bit numbers: of each block how many spans it has and how many bytes they share, of each span how many
 segments and bytes it has, of each segment how many changes; then the hash of each span. The numbers lie byte plane by
-byte plane: of models with thousands of tensors most are below 256, and zstd takes a fifth fewer bytes and a tenth of
-the time.
+byte plane: in models with thousands of tensors most are below 256, so zstd makes a fifth fewer bytes in a tenth of the
+time.
 """
 
 from collections.abc import Sequence

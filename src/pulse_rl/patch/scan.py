@@ -270,7 +270,7 @@ _grids_of_and_kept = lru_cache(maxsize=512)(_grids_of)  # a model has few shapes
 def _grid(places: Sequence[tuple[int, Box]], box: Box) -> _Grid | None:
     """places: the tiles of the box, and their numbers in the group.
 
-    A column of the grid is one of the last dimension that is cut; those after it are part of it.
+    A column of the grid is an index of the last dimension that is cut, with all elements of the dimensions after it.
     """
     ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # of columns → rows and number of each tile
     cut = max((d for _, place in places for d, n in enumerate(box.sizes) if place.sizes[d] < n), default=0)

@@ -222,9 +222,9 @@ def cuts(shape: Shape) -> tuple[int, ...]:
     """Into how many ranges each dimension of a tensor is cut.
 
     A power of two, at most 8. Fewer where tiles would be too tall, or too small: the last dimension's ranges are halved
-    first, and all dimensions keep halves as long as tiles have MIN_TILE elements. But a tile has rows at one distance
-    in memory. So where two dimensions are cut, those before them are cut into single indices: the experts that one
-    tensor holds are cut as if each were a tensor.
+    first, and all dimensions keep halves as long as tiles have MIN_TILE elements. The rows of a tile have to lie at one
+    distance in memory: where two dimensions are cut, those before them are cut into single indices. So the experts that
+    one tensor holds are cut as if each were a tensor.
     """
     found = [EIGHTHS if n >= 2 * EIGHTHS else 1 for n in shape]
     while len(found) > 1 and found[-1] > 1 and shape[-2] * found[-1] > TALL * shape[-1] * found[-2]:
