@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from pulse_rl.checkpoint import header
 from pulse_rl.disk import write_stream
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
+from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.segments import segments
 
@@ -81,19 +84,23 @@ def stream_shard(
     names: Sequence[str],
     seen: Callable[[str, int, UIntArray], None] | None = None,
 ) -> Iterator[bytes]:
-    """The bytes of one safetensors file, segment by segment.
+    """The bytes of one safetensors file, segment by segment. A few segments are read ahead, each in a thread.
 
-    seen: called with (name, start, bits) of every
-    segment before its bytes are yielded.
+    seen: called with (name, start, bits) of the very bytes of every segment before these are yielded, by several
+    threads and in any order.
     """
+
+    def read(run: tuple[str, int, int]) -> bytes:
+        name, start, stop = run
+        bits = tensors[name].read(start, stop)
+        data = bits.tobytes()
+        if seen is not None:
+            seen(name, start, np.frombuffer(data, bits.dtype))
+        return data
+
     yield shard_header(tensors, names)
-    for name in in_file_order(tensors, names):
-        bits = tensors[name]
-        for start, stop in segments(bits.size):
-            array = bits.read(start, stop)
-            if seen is not None:
-                seen(name, start, array)
-            yield array.tobytes()
+    runs = ((name, *run) for name in in_file_order(tensors, names) for run in segments(tensors[name].size))
+    yield from ordered_map(read, runs)
 
 
 def write_zeros(directory: Path, tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES) -> None:

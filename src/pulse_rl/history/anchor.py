@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from blake3 import blake3
-
-from pulse_rl.checkpoint.shards import INDEX, ShardFile, plan_shards, stream_shard
+from pulse_rl.checkpoint.shards import INDEX, ShardFile, nbytes_of, plan_shards, stream_shard
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import is_file_name
 from pulse_rl.kernels import cpu
-from pulse_rl.log.objects import ObjectRef, refer
+from pulse_rl.log.objects import ObjectRef, hasher, refer
 from pulse_rl.observers import LongWork
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
@@ -45,10 +43,10 @@ def put_shards(
     seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}
     refs, total = [], 0
     shards = list(shards)
-    nbytes = sum(tensors[name].size * tensors[name].itemsize for shard in shards for name in shard.tensors)
-    with LongWork(f"the upload of {directory}", nbytes) as work:
-        for shard in shards:
-            file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors), work)
+    sizes = [sum(nbytes_of(tensors[name]) for name in shard.tensors) for shard in shards]
+    with LongWork(f"the upload of {directory}", sum(sizes)) as work:
+        for shard, nbytes in zip(shards, sizes, strict=True):
+            file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors), nbytes, work)
             store.put(f"{directory}/{shard.name}", file)
             refs.append(file.ref(f"{directory}/{shard.name}"))
             total += file.digest
@@ -82,20 +80,31 @@ class _Upload:
     """One file's bytes, hashed and counted as they are sent; a store that failed may read them from the beginning."""
 
     def __init__(
-        self, seeds: Mapping[str, int], parts: Callable[[Callable[..., None]], Iterable[bytes]], work: LongWork
+        self,
+        seeds: Mapping[str, int],
+        parts: Callable[[Callable[..., None]], Iterable[bytes]],
+        nbytes: int,
+        work: LongWork,
     ) -> None:
-        self._seeds, self._parts, self._work = seeds, parts, work
-
-    def _count(self, name: str, start: int, bits: UIntArray) -> None:
-        self.digest += cpu.digest_range(self._seeds[name], start, bits)
+        self._seeds, self._parts, self._size, self._work = seeds, parts, nbytes, work
 
     def __iter__(self) -> Iterator[bytes]:
-        self.digest, self._nbytes, self._hasher = 0, 0, blake3()
-        for part in self._parts(self._count):
+        self._terms, self._nbytes, self._hasher = list[int](), 0, hasher(self._size)
+        terms = self._terms  # an attempt that was given up adds to its own
+
+        def count(name: str, start: int, bits: UIntArray) -> None:
+            terms.append(cpu.digest_range(self._seeds[name], start, bits))
+
+        for part in self._parts(count):
             self._hasher.update(part)
             self._nbytes += len(part)
             yield part
             self._work.advance(len(part))
+
+    @property
+    def digest(self) -> int:
+        """The sum of the digest's terms of all that was sent last."""
+        return sum(self._terms)
 
     def ref(self, name: str) -> ObjectRef:
         """The object that was sent last."""

@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from pulse_rl.documents import Count, Hash
 from pulse_rl.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from pulse_rl.parallel import threads
 from pulse_rl.store.base import ObjectInfo, Store, has_bytes, refused_without_cause
 from pulse_rl.store.cache import drop_cached
 
@@ -18,6 +19,8 @@ from pulse_rl.store.cache import drop_cached
 # the model; a table of tensors is small, and so are an anchor's header, configuration and tokenizer.
 MAX_FACTOR = 2  # of the model's bytes
 MAX_BESIDE = 256 << 20  # bytes
+
+HASHED_ALONE_NBYTES = 32 << 20  # a thread hashes so much in some 10 ms, and starting several takes up to one
 
 
 class ObjectRef(msgspec.Struct, frozen=True):
@@ -124,19 +127,24 @@ def _fetch_once(store: Store, ref: ObjectRef) -> bytearray:
     return data
 
 
+def hasher(nbytes: int) -> blake3:
+    """What hashes an object of so many bytes part by part: of a large one, each part on all threads."""
+    return blake3(max_threads=threads() if nbytes > HASHED_ALONE_NBYTES else 1)
+
+
 def fetch_parts(store: Store, ref: ObjectRef) -> Iterator[memoryview]:
     """Read an object in parts. It is proved after the last one, so do not use any part before that.
 
     Raises as `fetch`.
     """
-    hasher, received = blake3(), 0
+    hashed, received = hasher(ref.nbytes), 0
     for part in store.stream(ref.name):
         received += len(part)
         if received > ref.nbytes:
             break
-        hasher.update(part)
+        hashed.update(part)
         yield part
-    found = hasher.hexdigest()
+    found = hashed.hexdigest()
     if received != ref.nbytes or found != ref.blake3:
         drop_cached(store, ref.name)
         sizes = received != ref.nbytes

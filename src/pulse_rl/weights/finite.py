@@ -13,10 +13,10 @@ from pulse_rl.dtypes import UIntArray, field_of
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.weights.bits import Bits, TorchBits
 from pulse_rl.weights.pieces import pieces_of
-from pulse_rl.weights.segments import SEGMENT, segments
+from pulse_rl.weights.segments import segments
 from pulse_rl.weights.torch_bits import any_marked
 
-TOGETHER = 1 << 24  # elements on a device that are looked at in a call
+TOGETHER = 1 << 24  # elements on a device that are looked at in a call, if no tensor has more
 
 # Of each format: which bits tell, and what they are. Most keep their highest exponent for infinities and NaN.
 _COUNTED = {
@@ -43,8 +43,7 @@ def count(tensors: Mapping[str, Bits]) -> dict[str, int]:
     found, there = dict[str, int](), dict[tuple[object, str], list[tuple[str, TorchBits]]]()
     for name, tensor in tensors.items():
         for _, bits, _ in pieces_of(tensor) if tensor.dtype in _COUNTED else ():
-            small = bits.size <= SEGMENT
-            if small and isinstance(bits, TorchBits) and bits.device and bits.stored_itemsize == bits.itemsize:
+            if isinstance(bits, TorchBits) and bits.device and bits.stored_itemsize == bits.itemsize:
                 there.setdefault((bits.device, bits.dtype), []).append((name, bits))
             else:
                 found[name] = found.get(name, 0) + _count_all(bits)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 
+MARKED_AT_ONCE = 1 << 26  # elements: of what is compared, a device's memory holds a copy
+
+
 class TorchBits:
     """Bits over a torch tensor that is not in host memory, or that is cast as it is read.
 
@@ -136,7 +139,8 @@ class TorchBits:
         return _cast(piece, self._cast) if self.device is None else self.device.cast(piece)
 
     def _bits(self, piece: torch.Tensor) -> UIntArray:
-        array: UIntArray = self._read_as(piece).contiguous().cpu().numpy().view(UINTS[self.itemsize])
+        found = self._read_as(piece).contiguous()
+        array: UIntArray = (_to_pinned(found) if found.is_cuda else found.cpu()).numpy().view(UINTS[self.itemsize])
         return array
 
     def _at(self, index: torch.Tensor) -> torch.Tensor:
@@ -246,8 +250,20 @@ def any_marked(several: Sequence[TorchBits], mask: int, marked: int) -> bool:
     import torch
 
     with several[0]._on_stream():
-        elements = torch.cat([bits._tensor.reshape(-1) for bits in several])
-        return bool(((elements & mask) == marked).any())
+        flat = [bits._tensor.reshape(-1) for bits in several]
+        elements = flat[0] if len(flat) == 1 else torch.cat(flat)
+        marks = [((part & mask) == marked).any() for part in torch.split(elements, MARKED_AT_ONCE)]
+        return bool(torch.stack(marks).any())
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, when it is done. Into pinned memory, which torch keeps, a device copies several times as
+    fast as into memory that the system has to bring first."""
+    import torch
+
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copy
 
 
 class CallersStream:
