@@ -8,6 +8,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -166,3 +168,46 @@ def test_compiling_in_another_process_is_told(
     told, failed = caplog.messages
     assert told == "compiled 7 kernels beforehand, in 1.3 s"
     assert failed.endswith("no room")
+
+
+def test_machine_code_for_a_device_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And found for its own device and release of Numba-CUDA alone. A made-up compiler: there is no device."""
+    numba_cuda = pytest.importorskip("numba_cuda")
+    from numba.cuda.dispatcher import _Kernel
+
+    from pulse_rl.kernels.gpu import bits
+
+    class Target(SimpleNamespace):
+        """A compiler for devices of a compute capability."""
+
+        def refresh(self) -> None: ...
+
+        def codegen(self) -> "Target":
+            return self
+
+        def magic_tuple(self) -> tuple[int, int]:
+            return (9, self.capability)
+
+    states = dict.fromkeys(("cooperative", "debug", "lineinfo", "call_helper", "extensions"))
+    hopper = Target(capability=0)
+    places = [bits.placer(cuda_part(name)) for name in ("one", "other")]
+    with compiled.keeping(tmp_path):
+        for kernel, name in zip(places, ("one", "other"), strict=True):
+            made = {**states, "name": name, "signature": None, "codelibrary": None}
+            result = SimpleNamespace(_codelibrary=Target(codegen=hopper), _reduce_states=lambda made=made: made)
+            kernel._cache.save_overload((1,), result)
+        found = [kernel._cache.load_overload((1,), hopper) for kernel in places]
+        assert [(type(each), each.entry_name) for each in found] == [(_Kernel, "one"), (_Kernel, "other")]
+        assert places[0]._cache.load_overload((1,), Target(capability=1)) is None
+        monkeypatch.setattr(numba_cuda, "__version__", "0")
+        assert places[0]._cache.load_overload((1,), hopper) is None
+
+
+def cuda_part(name: str) -> Any:
+    """A part of kernels of this name."""
+    from pulse_rl.kernels.gpu import device
+
+    def part() -> None: ...
+
+    part.__name__ = name
+    return device.device(part)

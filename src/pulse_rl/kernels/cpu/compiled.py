@@ -7,8 +7,8 @@ as good as any other to read from: so an image that `pulse-rl warmup` filled nee
 
 Numba's own cache refuses a directory that it cannot write, and fails a call where a disk is full or a file is broken.
 It also compares a kernel with the source of its file only, and kernels call each other across files: here all of
-them share one stamp. Numba's `_Cache`, of which this is one, is private; `tests/kernels/test_compiled.py` holds what is
-used.
+them share one stamp. Numba's `_Cache`, of which `Cache` is one, is private; `tests/kernels/test_compiled.py` holds
+what is used.
 """
 
 import gc
@@ -51,7 +51,7 @@ SAY_EVERY = 5.0  # seconds of compiling between two lines of the log
 def _hash_sources() -> str:
     """Of every kernel's source as it is now, 16 hex digits; "no-source" where there is none to read."""
     try:
-        sources = [*sorted(ROOM.glob("*.py")), ROOM.parent.parent / "dtypes.py"]
+        sources = [*sorted(ROOM.parent.glob("*/*.py")), ROOM.parent.parent / "dtypes.py"]
         return sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     except OSError:
         return "no-source"
@@ -178,38 +178,53 @@ def so_far() -> Compiling:
     return _clock.so_far()
 
 
-class _Cache(NullCache):  # type: ignore[misc]
-    """Where the machine code of one kernel is found and kept. No failure to read or write it fails a call."""
+class Cache(NullCache):  # type: ignore[misc]
+    """Where the machine code of one kernel is found and kept. No failure to read or write it fails a call.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    A device's kernels have one, too, in `gpu.device`.
+    """
+
+    def __init__(self, function: Callable[..., Any], room: str = "") -> None:
         python = f"py{sys.version_info[0]}{sys.version_info[1]}{getattr(sys, 'abiflags', '')}"
-        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}.{python}"
+        self._name = f"{room}{function.__module__.rpartition('.')[2]}.{function.__qualname__}.{python}"
 
     def _files(self) -> Iterator[tuple[Path, IndexDataCacheFile]]:
         for place in places():
             yield place, IndexDataCacheFile(str(place), self._name, stamp())
 
+    def _target(self, codegen: Any) -> object:
+        """What the code is for."""
+        return codegen.magic_tuple()
+
+    def _rebuilt(self, target_context: Any, kept: Any) -> Any:
+        return CompileResult._rebuild(target_context, *kept)
+
+    def _reduced(self, result: Any) -> tuple[Any, Any]:
+        """Its code generator, and what is kept."""
+        return result.codegen, result._reduce()
+
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         target_context.refresh()
-        key = (signature, target_context.codegen().magic_tuple())
+        key = (signature, self._target(target_context.codegen()))
         for place, file in self._files():
             with suppress(Exception):  # missing, unreadable, cut off, or of another release of Numba
                 about, kept = file.load(key)
                 # Processes that write at once can leave another one's code under a key.
                 if about == (stamp(), key):
                     _kept.places[place] = None
-                    return CompileResult._rebuild(target_context, *kept)
+                    return self._rebuilt(target_context, kept)
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
         if _hash_sources() != stamp():  # this kernel's file may have been imported after the change
             _kept.refused = RuntimeError("their sources have changed since this process began")
             return
-        key = (signature, result.codegen.magic_tuple())
+        codegen, kept = self._reduced(result)
+        key = (signature, self._target(codegen))
         for place, file in self._files():
             try:
                 place.mkdir(parents=True, exist_ok=True)
-                file.save(key, ((stamp(), key), result._reduce()))
+                file.save(key, ((stamp(), key), kept))
             except Exception as error:  # noqa: BLE001 - a full disk, no permission, a broken index
                 _kept.refused = error
             else:
@@ -262,7 +277,7 @@ def kernel(function: Callable[..., Any], *, nogil: bool = True) -> Any:
     nogil: False for one that calls into Python's objects.
     """
     compiled = njit(nogil=nogil, no_cfunc_wrapper=True, _nrt=False, pipeline_class=_Compiler)(function)
-    compiled._cache = _Cache(function)
+    compiled._cache = Cache(function)
     KERNELS.append(compiled)
     return compiled
 

@@ -6,6 +6,8 @@ the elements only those that were found. So results are in order, and the order 
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from typing import Any
+
 import numpy as np
 from numba import cuda
 
@@ -16,6 +18,7 @@ from pulse_rl.kernels.gpu.device import (
     empty,
     high_word,
     itemsize_of,
+    kernel,
     launch,
     low_word,
     zeros,
@@ -83,14 +86,13 @@ def _word(masks, number):
     return low_word(at) if number % 2 == 0 else high_word(at)
 
 
-def placer(fill):
+def placer(fill: Any) -> Any:
     """The kernel of a second pass, a block of PLACERS threads for each tile, in which `fill` writes what was found.
 
     fill(like, state, r, i, k, out): element i of region r is result k. `out.indices` says how many have a place.
     masks: the address of the masks of all units.
     """
 
-    @cuda.jit
     def place(like, state, tiles, masks, offsets, out):
         shared = cuda.shared.array(PLACERS, np.int64)
         tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
@@ -120,10 +122,11 @@ def placer(fill):
         for at in range(begin + thread, min(end, out.indices.shape[0]), PLACERS):
             fill(like, state, r, np.int64(out.indices[at]), at, out)
 
-    return place
+    place.__qualname__ += f"_{fill.py_func.__module__}.{fill.py_func.__name__}"  # machine code is kept under it
+    return kernel(place)
 
 
-@cuda.jit
+@kernel
 def _sum_groups(counts, sums):
     shared = cuda.shared.array(THREADS, np.int64)
     thread = cuda.threadIdx.x
@@ -137,7 +140,7 @@ def _sum_groups(counts, sums):
         sums[cuda.blockIdx.x] = before + total
 
 
-@cuda.jit
+@kernel
 def _sums_before(sums):
     """One block: each group's sum becomes the sum of the groups before it."""
     shared = cuda.shared.array(THREADS, np.int64)
@@ -157,7 +160,7 @@ def _sums_before(sums):
         cuda.syncthreads()
 
 
-@cuda.jit
+@kernel
 def _add_up(counts, sums, offsets):
     shared = cuda.shared.array(THREADS, np.int64)
     thread = cuda.threadIdx.x
@@ -173,7 +176,7 @@ def _add_up(counts, sums, offsets):
         offsets[at + 1] = place
 
 
-@cuda.jit
+@kernel
 def _pick(offsets, firsts, edges):
     r = cuda.grid(1)
     if r < firsts.shape[0]:

@@ -10,6 +10,7 @@ from pulse_rl.kernels.gpu.device import (
     device,
     example,
     high_word,
+    kernel,
     launch,
     load,
     low_word,
@@ -46,7 +47,7 @@ def four(low, high):
     return np.uint64(_pair(low) | (_pair(high) << _32))
 
 
-@cuda.jit
+@kernel
 def _cast(floats, words, halves, source, target, size):
     """A thread casts four elements. floats, words, halves: arrays of the widths of what is read and written."""
     at = cuda.grid(1)

@@ -22,6 +22,7 @@ from pulse_rl.kernels.gpu.device import (
     example,
     high_word,
     itemsize_of,
+    kernel,
     launch,
     load,
     low_word,
@@ -89,7 +90,7 @@ def _compared(like, news, old, new, r, i, size):
     return found
 
 
-@cuda.jit
+@kernel
 def _compare(like, news, old, new, tiles, masks, counts):
     shared = cuda.shared.array(1, np.int32)
     tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
@@ -192,7 +193,7 @@ def find(
     return edges
 
 
-@cuda.jit
+@kernel
 def _gather(like, layout, edges, indices, values):
     r = np.int64(0)
     for j in changes_of_thread(indices.shape[0]):
@@ -206,7 +207,7 @@ def gather_all(source: Lines | Regions, edges: DeviceArray, indices: DeviceArray
     launch(_gather, blocks, THREADS, *_reached(source), edges, indices, bits_of(values))
 
 
-@cuda.jit
+@kernel
 def _scatter(like, layout, edges, indices, values):
     r = np.int64(0)
     for j in changes_of_thread(indices.shape[0]):
@@ -223,7 +224,7 @@ def scatter_all(target: Lines | Regions, edges: DeviceArray, indices: DeviceArra
     launch(_scatter, blocks, THREADS, *_reached(target), edges, indices, bits_of(values))
 
 
-@cuda.jit
+@kernel
 def _find_wrong(like, layout, edges, indices, values, wrong):
     r = np.int64(0)
     for j in changes_of_thread(indices.shape[0]):

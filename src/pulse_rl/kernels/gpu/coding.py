@@ -30,6 +30,7 @@ from pulse_rl.kernels.gpu.device import (
     download,
     empty,
     example,
+    kernel,
     launch,
     twin,
     upload,
@@ -132,7 +133,7 @@ def _hot(hot, s):
     return Hot(hot.indices[a:b], hot.exponents[a:b])
 
 
-@cuda.jit
+@kernel
 def _encode(segments, hot, changes, out, slots, nbytes):
     """A block codes a segment. A thread of one warp writes the next events; at the same time a thread of the other warp
     codes the events before them."""
@@ -159,7 +160,7 @@ def _encode(segments, hot, changes, out, slots, nbytes):
         nbytes[s] = _end_coding(coder, stream)
 
 
-@cuda.jit
+@kernel
 def _decode(like, layout, segments, hot, coded, sign, floating, found):
     s = cuda.blockIdx.x
     if cuda.threadIdx.x == 0:
@@ -178,7 +179,7 @@ def _decode(like, layout, segments, hot, coded, sign, floating, found):
                 found.broken[s] = 0
 
 
-@cuda.jit
+@kernel
 def _pack(out, slots, at, packed):
     """A block moves a segment's stream from its slot to its place among the streams."""
     s = cuda.blockIdx.x

@@ -6,12 +6,13 @@ done. All work is queued on torch's current stream.
 
 Tests have no device. They replace PLACE and `queue`: `bench/gpu/emulator.py` runs what Numba compiles on the CPU.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from math import prod
 from types import FunctionType
 from typing import Any, TypeAlias
 
+import numba_cuda
 import numpy as np
 import torch
 from cuda import core
@@ -19,12 +20,14 @@ from llvmlite import ir
 from numba import cuda
 from numba.core.dispatcher import Dispatcher
 from numba.cuda import types
+from numba.cuda.dispatcher import _Kernel
 from numba.cuda.extending import intrinsic
 from numba.cuda.np.numpy_support import from_dtype
 from numba.cuda.typing.typeof import typeof
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS
+from pulse_rl.kernels.cpu import compiled
 
 THREADS = 256  # of a block whose threads work together
 PLACE = "cuda"  # where device arrays lie, as torch names it
@@ -99,6 +102,27 @@ def itemsize_of(like):
 
 
 device = cuda.jit(device=True)  # a part of kernels
+
+
+class _Cache(compiled.Cache):
+    """Of a kernel for devices."""
+
+    def _target(self, codegen: Any) -> object:
+        return codegen.magic_tuple(), numba_cuda.__version__
+
+    def _rebuilt(self, target_context: Any, kept: Any) -> Any:
+        return _Kernel._rebuild(**kept)
+
+    def _reduced(self, result: Any) -> tuple[Any, Any]:
+        return result._codelibrary.codegen, result._reduce_states()
+
+
+def kernel(function: Any) -> Any:
+    """Compile a function at its first launch with arguments of some types, or find its machine code on disk."""
+    made = cuda.jit(function)
+    made._cache = _Cache(function, "gpu.")
+    return made
+
 
 _twins: dict[Any, Any] = {}
 

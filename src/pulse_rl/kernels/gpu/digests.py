@@ -18,6 +18,7 @@ from pulse_rl.kernels.gpu.device import (
     example,
     high_word,
     itemsize_of,
+    kernel,
     launch,
     low_word,
     upload,
@@ -138,7 +139,7 @@ def _units(like, layout, flat, r, size, unit, end):
     return total
 
 
-@cuda.jit
+@kernel
 def _digest(like, layout, tiles, flat, total):
     """A block sums tiles that follow one another: what it knows of their region, and its sum, it finds once."""
     shared = cuda.shared.array(THREADS, np.uint64)
@@ -161,7 +162,7 @@ def digest(regions: Regions, flat: Flat) -> DeviceArray:
     return total
 
 
-@cuda.jit
+@kernel
 def _delta(runs, flat, edges, indices, before, after, total):
     shared = cuda.shared.array(THREADS, np.uint64)
     gained, r = _U0, np.int64(0)

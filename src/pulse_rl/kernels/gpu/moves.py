@@ -22,6 +22,7 @@ from pulse_rl.kernels.gpu.device import (
     example,
     high_word,
     itemsize_of,
+    kernel,
     launch,
     low_word,
     twin,
@@ -37,7 +38,7 @@ _find_moves = twin(moves._find_moves)
 # Exponents
 
 
-@cuda.jit
+@kernel
 def _count(like, layout, sizes, mask, shift, every, exponents, counts):
     """A block counts a region's sample, in its shared memory."""
     shared = cuda.shared.array(MOST_EXPONENTS, np.int32)
@@ -89,7 +90,7 @@ def _mask_of(like, layout, r, i, size, mask, bound):
     return found
 
 
-@cuda.jit
+@kernel
 def _compare(like, layout, tiles, mask, bounds, masks, counts):
     shared = cuda.shared.array(1, np.int32)
     tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
@@ -166,7 +167,7 @@ def find_hot(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> H
 # Moves
 
 
-@cuda.jit
+@kernel
 def _move(old, new, sign, mask, shift, floating, moved):
     j = cuda.grid(1)
     if j < old.shape[0]:

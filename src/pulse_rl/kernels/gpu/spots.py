@@ -23,6 +23,7 @@ from pulse_rl.kernels.gpu.device import (
     empty,
     example,
     itemsize_of,
+    kernel,
     launch,
     upload,
     zeros,
@@ -84,7 +85,7 @@ def digest_spots(spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int:
 # Given changes
 
 
-@cuda.jit
+@kernel
 def _delta(like, layout, flat, times, edges, indices, values, total):
     shared = cuda.shared.array(THREADS, np.uint64)
     gained, r = np.uint64(0), np.int64(0)
@@ -148,7 +149,7 @@ def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
 # Copies
 
 
-@cuda.jit
+@kernel
 def _copy(like, layout, tiles, begins, copies):
     tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
     r = tiles.owners[tile]
