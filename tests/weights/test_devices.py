@@ -91,11 +91,16 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
         write = device.prepare(*changes)
         with device.coder() as coder:
             coder.decode_segments(*[None] * 5)  # type: ignore[arg-type]
+            coders = streams.current_stream()
+            with device.own_stream():  # copies of old bits, for this call
+                assert streams.current_stream() is coders
     with streams.stream(generation):
         write()
     with device.own_stream():
         own = streams.current_stream()
     assert own.follows == ["training"]
+    assert coders.follows == ["own"]
+    assert coders is not own
     on_own = [(name, "own") for name in ("spots_delta", "write_spots", "Overwrites", "decode_segments")]
     assert kernels.used == [*on_own, ("write", "generation")]
     assert training.follows == generation.follows == []

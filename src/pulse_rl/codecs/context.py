@@ -64,7 +64,7 @@ PRICE = 16
 # 1.6 Mbit/s. Of FP8 views, a fifth to a third of the time for 5 % of bytes.
 ONE_BYTE_PRICE = 64
 ALL = 1 << 62  # on a device, which codes segments one beside the other: it takes as many as it has memory for
-COPIED = 1 << 28  # on a device, where the old bits are copied first: 512 MB of BF16
+COPIED = 1 << 26  # on a device, where the old bits are copied first: 128 MB of BF16, of a few calls at once
 
 
 class ContextCodec:

@@ -3,10 +3,10 @@
 Bits say on which device they lie. What is done to many segments at once, the kernels of that device do. Nothing of CUDA
 is imported before a tensor on a CUDA device appears.
 
-Kernels of a CUDA device run on a second stream. When a call takes weights (`layout`), this stream waits for all that
-the caller has queued by then; what the caller queues afterwards, as the next forward pass, overlaps. Each call waits
-until its own kernels are done, so the caller's stream never has to wait for them. Only the write of a staged version
-runs on the caller's stream: it must not overtake what reads the weights.
+Kernels of a CUDA device run on a second stream, those of the coder on a few more. When a call takes weights (`layout`),
+these wait for all that the caller has queued by then; what the caller queues afterwards, as the next forward pass,
+overlaps. Each call waits until its own kernels are done, so the caller's stream never has to wait for them. Only the
+write of a staged version runs on the caller's stream: it must not overtake what reads the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 
 log = logger(__name__)
+
+# Calls that code at once. A call has some hundred segments, and a device has room for a thousand and more.
+CODERS = 4
 
 
 class Coder(Protocol):
@@ -119,14 +123,17 @@ class Cuda:
         import torch
 
         self._device = device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._coding = threading.Lock()
+        self._stream, *coders = (torch.cuda.Stream(device) for _ in range(1 + CODERS))  # type: ignore[no-untyped-call]
+        self._coders: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+        for stream in coders:
+            self._coders.put(stream)
+        self._coding = threading.local()  # has `stream` in a thread that codes
 
     def own_stream(self) -> AbstractContextManager[object]:
-        """The stream of this device's kernels is the current one, and its device."""
+        """The stream of this device's kernels is the current one, and its device. A thread that codes has its own."""
         import torch
 
-        return torch.cuda.stream(self._stream)
+        return torch.cuda.stream(getattr(self._coding, "stream", self._stream))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         """New memory that this device's kernels reach: its own or, pinned, the host's, which they read over PCIe."""
@@ -206,9 +213,15 @@ class Cuda:
     def coder(self) -> Iterator[Coder]:
         from pulse_rl.kernels.gpu import coding
 
-        # For one thread at a time: kernels of one stream follow one another, and only one batch takes memory.
-        with self._coding, self.own_stream():
-            yield coding
+        stream = self._coders.get()  # waits while all are at work
+        try:
+            stream.wait_stream(self._stream)
+            self._coding.stream = stream
+            with self.own_stream():
+                yield coding
+        finally:
+            vars(self._coding).clear()
+            self._coders.put(stream)
 
     def cast(self, values: torch.Tensor) -> torch.Tensor:
         """float32 as the bits of bfloat16 that `find` compares: new memory of int16. Queued on the current stream."""

@@ -40,7 +40,7 @@ from pulse_rl.kernels.gpu.moves import HotElements, count_hot, find_hot
 from pulse_rl.kernels.gpu.moves import count_exponents as count_in_regions
 from pulse_rl.kernels.gpu.regions import Regions, element
 
-SCRATCH = 1 << 30  # bytes that a batch of segments takes on the device at most, changes apart
+SCRATCH = 1 << 28  # bytes that a batch of segments takes on the device at most, changes apart
 HOT_NBYTES = 6  # of a hot element
 HALVES = 2 * EVENTS  # words: events are coded in one half while those that follow are put into the other
 WARP = 32  # threads that take one branch at a time, of which one codes: it waits for no other one's branches
