@@ -189,10 +189,15 @@ class TorchBits:
 
         if self._cast is not None:
             raise TypeError("a tensor that is cast on reading cannot be written")
-        # torch warns about read-only arrays, and decoded values are read-only: copy those.
-        values = np.ascontiguousarray(values) if values.flags.writeable else values.copy()
         tensor = self._tensor
-        source = torch.from_numpy(values).view(tensor.dtype).to(self._where)
+        if tensor.is_cuda:
+            source = torch.empty(values.shape, dtype=tensor.dtype, pin_memory=True)
+            held = source.numpy()
+            held[...] = values.view(held.dtype)
+        else:  # torch warns about read-only arrays, and decoded values are read-only: copy those
+            values = np.ascontiguousarray(values) if values.flags.writeable else values.copy()
+            source = torch.from_numpy(values).view(tensor.dtype)
+        source = source.to(self._where, non_blocking=tensor.is_cuda)
         # Inference tensors may be written in their own mode only.
         with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             if self.contiguous:
