@@ -98,7 +98,7 @@ def _versions(
     elements, shares = (options.elements, SHARES[:1]) if whole else (options.version_elements, SHARES)
     elements = fitting(elements)
     shapes = shapes_of(elements) if tensors is None else alike(tensors, elements, *stack)
-    measure_versions(shapes, shares, kept_on, codec, keep)
+    measure_versions(shapes, shares, kept_on, codec, keep, held=whole)
 
 
 def _one_rank(options: Options, keep: Keep) -> None:
