@@ -5,6 +5,7 @@ On that one, some tensors in host memory count as tensors on the device. It cann
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ import pytest
 import torch
 
 import pulse_rl as pulse
+from pulse_rl.codecs.base import Run
+from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.kernels.gpu import changes
 from pulse_rl.patch import encode, work
 from pulse_rl.patch.format import unpack
@@ -205,6 +208,36 @@ def test_a_device_and_a_host_publish_the_same_bytes(
     assert patches(publishers[0]) == patches(publishers[1])
     assert len(patches(publishers[0])) == 1
     assert sum(searched) == (13 + 1 if make is of_all_widths else 5 * 9 * 2 + 7 + 16 * 40)
+
+
+def test_blocks_that_are_coded_at_once_lie_in_their_order(
+    the_device: TheDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a few segments of a device, more than are coded at once, the first of which takes longest."""
+    monkeypatch.setattr(ContextCodec, "block_nbytes", 1)
+    monkeypatch.setattr(encode, "BLOCK_SEGMENTS", 1)
+    here = {f"layers.{number}": torch.full((9, 9), float(number)).bfloat16() for number in range(2 * devices.CODERS)}
+    there = the_device.put(here)
+    alone, begun = ContextCodec.encode, list[int]()
+    others = threading.Event()
+
+    def late(codec: ContextCodec, runs: list[Run], spans: list[int]) -> tuple[bytes, list[bytes]]:
+        if runs[0].device is not devices.HOST:
+            begun.append(len(runs))
+            if len(begun) == 1:
+                assert others.wait(60)
+            elif len(begun) == devices.CODERS:
+                others.set()
+        return alone(codec, runs, spans)
+
+    monkeypatch.setattr(ContextCodec, "encode", late)
+    publishers = [pulse.Publisher("memory://", codec="context", baseline=kept_on) for kept_on in PLACES]
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            step(weights, version)
+            publisher.publish(weights, version=version)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert len(begun) == len(here)
 
 
 def test_a_pinned_baseline_is_compared_by_the_device(

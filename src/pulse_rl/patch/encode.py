@@ -10,8 +10,10 @@ together.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from pulse_rl.codecs.base import Codec, OldReader, Run, Specs
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.coding import MemoryRows
+from pulse_rl.parallel import submit
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.index import CodedBlock
 from pulse_rl.patch.live import each_alone
@@ -33,7 +36,7 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.devices import HOST, Device
+from pulse_rl.weights.devices import CODERS, HOST, Device
 from pulse_rl.weights.finite import not_finite
 from pulse_rl.weights.layout import derived
 
@@ -81,9 +84,7 @@ class FoundChanges:
     def code(self) -> "list[Coded]":
         """Code what is not coded yet, with each codec. To be called once: the changes are not held any longer."""
         self.held.give(self.codings)
-        for coding in self.codings:
-            coding.close()
-        return [Coded(coding.codec.name, self, coding.blocks, coding.encode_s) for coding in self.codings]
+        return [Coded(coding.codec.name, self, coding.finish(), coding.encode_s) for coding in self.codings]
 
 
 @dataclass(frozen=True)
@@ -278,12 +279,16 @@ class _End(NamedTuple):
 
 
 class _Coding:
-    """The blocks of one codec: segments are added to the open block, which is coded when it is full."""
+    """The blocks of one codec: segments are added to the open block, which is coded when it is full.
+
+    Where old bits lie on a device, a few blocks are coded at once: one of many changes has few segments.
+    """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self.blocks: list[CodedBlock] = []
-        self.encode_s = 0.0
+        self.encode_s = 0.0  # that the caller waited
+        self._coded: list[Callable[[], CodedBlock]] = []  # waits for a block
+        self._beside = ThreadPoolExecutor(CODERS, thread_name_prefix="pulse-block")  # makes its threads when needed
         self._open: list[Run] = []  # of the open block
         self._segments = 0  # in it
         self._nbytes = 0  # of the decoded changes in it
@@ -334,13 +339,34 @@ class _Coding:
         self._end = None
 
     def close(self) -> None:
+        """Code the open block: now, or beside the next ones."""
         if self._open:
             clock = time.perf_counter()
-            shared, spans = self.codec.encode(self._open, self._spans)
-            self.blocks.append(CodedBlock(shared, list(zip(self._spans, spans, strict=True))))
+            code = partial(self._code, self._open, self._spans)
+            on_host = all(run.device is run.old.device is HOST for run in self._open)
+            if on_host or not self.codec.conditional:
+                block = code()
+                self._coded.append(lambda: block)
+            else:
+                self._coded.append(submit(self._beside, code).result)
+                if len(self._coded) > CODERS:
+                    self._coded[-1 - CODERS]()  # so few runs are held
             self.encode_s += time.perf_counter() - clock
             self._open, self._segments, self._nbytes = [], 0, 0
             self._spans, self._span_nbytes, self._end = [0], 0, None
+
+    def _code(self, runs: list[Run], counts: list[int]) -> CodedBlock:
+        shared, spans = self.codec.encode(runs, counts)
+        return CodedBlock(shared, list(zip(counts, spans, strict=True)))
+
+    def finish(self) -> list[CodedBlock]:
+        """Code what is open, and wait for all blocks."""
+        self.close()
+        clock = time.perf_counter()
+        with self._beside:
+            blocks = [wait() for wait in self._coded]
+        self.encode_s += time.perf_counter() - clock
+        return blocks
 
 
 class _Held:
