@@ -1,17 +1,19 @@
 """The codec `context` with its old bits on the device, against the same codec on one core of the CPU.
 
-Blocks have as many segments as those of a patch with few changes. The bytes of the two are compared.
+Blocks have as many segments as those of a patch with few changes. The bytes of the two are compared. What the host does
+for the device, it does on as many cores as blocks are coded at once.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -31,11 +33,13 @@ from pulse_rl.weights.changes import Changes
 SEGMENT = 1 << 18  # elements: a tile of 512 · 512
 BLOCK = 1024  # segments
 PATIENCE_S = 4.0  # what coding the whole model may take
+T = TypeVar("T")
+R = TypeVar("R")
 Block = tuple[bytes, list[bytes]]  # what its spans share, and its only span
 
 
 class Timed(devices.Cuda):
-    """The device, and the seconds that each function of its coder took."""
+    """The device, and the seconds that each function of its coder took, summed over threads."""
 
     def __init__(self) -> None:
         super().__init__(torch.device(device.PLACE))
@@ -100,21 +104,29 @@ def blocks_of(runs: list[Run]) -> Iterator[list[Run]]:
 
 
 def encoded(runs: list[Run]) -> list[Block]:
-    """All segments, in blocks of one span."""
+    """All segments, in blocks of one span. Of a device a few blocks at once, as a publisher codes them."""
     codec = context.ContextCodec()
-    return [codec.encode(block, [sum(run.segments for run in block)]) for block in blocks_of(runs)]
+    return _each(runs[0], lambda block: codec.encode(block, [sum(run.segments for run in block)]), blocks_of(runs))
 
 
 def decoded(coded: list[Block], runs: list[Run]) -> list[Changes]:
     """The changes of all segments, those of a run of a block together."""
-    found: list[Changes] = []
-    for (head, (span,)), block in zip(coded, blocks_of(runs), strict=True):
+
+    def decode(one: tuple[Block, list[Run]]) -> list[Changes]:
+        (head, (span,)), block = one
         count = sum(run.segments for run in block)
         (opened,) = context.ContextCodec().open(memoryview(head), [run.specs for run in block], [count])
         old = OldBits(joined_memory([run.memory for run in block]), block[0].device)
         reader = OldReader(partial(_read, block))
-        found += [each.changes for each in opened(memoryview(span)).decode(np.arange(count), reader, old)]
-    return found
+        return [each.changes for each in opened([memoryview(span)]).decode(np.arange(count), reader, old)]
+
+    return [each for found in _each(runs[0], decode, zip(coded, blocks_of(runs), strict=True)) for each in found]
+
+
+def _each(run: Run, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """work(item) of all items, a few at once where a run lies on a device."""
+    with ThreadPoolExecutor(1 if run.device is devices.HOST else devices.CODERS) as pool:
+        return list(pool.map(work, items))
 
 
 def clocked(function: Callable[[], Any]) -> tuple[float, Any]:

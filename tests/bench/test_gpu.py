@@ -1,6 +1,7 @@
 """What `make bench-gpu` relies on: sections that break, what others do with the same changes, and the run of GRPO."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.gpu import __main__ as bench_gpu
 from bench.gpu import children, grpo_run, learner, peers
 from bench.gpu.children import Results
 
@@ -81,3 +83,17 @@ def test_a_run_of_grpo_counts_what_its_steps_change(monkeypatch: pytest.MonkeyPa
         assert abs(one[at] - one[at + 1]) <= both <= one[at] + one[at + 1]
     assert 0 < max(one) == pytest.approx(1 - table["sparsity"]["lowest"])
     assert learner.reward(" 7\n9", 7) == 1.0 > learner.reward("-7", 7) > learner.reward("seven", 7) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_every_section_runs_through_on_the_emulated_device(tmp_path: Path) -> None:
+    """So a session on a lent device is not spent on a benchmark that fell behind the library."""
+    pytest.importorskip("numba_cuda")
+    out = tmp_path / "gpu.json"
+    few = ["--elements", "2000", "--steps", "2", "--inner-steps", "8", "--rounds", "1", "--seconds", "3000"]
+    command = [sys.executable, "-m", "bench.gpu", "--emulated", *few, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(out.read_text())
+    states = {name: found[name]["state"] for name in bench_gpu.ALL}
+    assert states == dict.fromkeys(bench_gpu.ALL, "done"), done.stderr[-4000:]
