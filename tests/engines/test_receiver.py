@@ -19,7 +19,13 @@ def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pulse-rl"]
 
 
-def test_a_receiver_that_was_closed_has_forgotten_and_follows_again(tmp_path: Path) -> None:
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def test_a_receiver_that_was_closed_has_forgotten_and_follows_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, publisher = fresh(), pulse.Publisher(tmp_path / "store")
     publisher.publish(weights, version=0)
     others = len(workers())
@@ -30,7 +36,9 @@ def test_a_receiver_that_was_closed_has_forgotten_and_follows_again(tmp_path: Pa
         publisher.publish(moved(weights, 1), version=1)
         client.stage()
         engine.receiver.close()
-        engine.receiver.close()  # once more changes nothing
+        with monkeypatch.context() as ending:  # once more changes nothing, also when Python ends
+            ending.setattr(threading.Thread, "start", no_thread)
+            engine.receiver.close()
         deadline = time.monotonic() + 10
         while len(workers()) > others:
             assert time.monotonic() < deadline

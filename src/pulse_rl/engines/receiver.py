@@ -185,10 +185,10 @@ class EngineReceiver:
         """Forget the history and what is staged, with its temporary files, and end the thread. `follow` begins anew."""
         with self._lock:
             self._wanted = None
-        self._add("follow", self._forget)
-        with self._lock:
             jobs, self._jobs = self._jobs, None
-        if jobs is not None:
+            self._pending += jobs is not None
+        if jobs is not None:  # otherwise there is nothing to forget; and when Python ends, no thread can be started
+            jobs.put(("follow", self._forget))
             jobs.put(None)  # a thread that went on would keep the engine's weights alive
 
     # What the thread does.
