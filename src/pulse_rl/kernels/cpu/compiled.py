@@ -199,9 +199,11 @@ class Cache(NullCache):  # type: ignore[misc]
     def _rebuilt(self, target_context: Any, kept: Any) -> Any:
         return CompileResult._rebuild(target_context, *kept)
 
-    def _reduced(self, result: Any) -> tuple[Any, Any]:
-        """Its code generator, and what is kept."""
-        return result.codegen, result._reduce()
+    def _codegen(self, result: Any) -> Any:
+        return result.codegen
+
+    def _reduced(self, result: Any) -> Any:
+        return result._reduce()
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         target_context.refresh()
@@ -219,12 +221,11 @@ class Cache(NullCache):  # type: ignore[misc]
         if _hash_sources() != stamp():  # this kernel's file may have been imported after the change
             _kept.refused = RuntimeError("their sources have changed since this process began")
             return
-        codegen, kept = self._reduced(result)
-        key = (signature, self._target(codegen))
+        key = (signature, self._target(self._codegen(result)))
         for place, file in self._files():
             try:
                 place.mkdir(parents=True, exist_ok=True)
-                file.save(key, ((stamp(), key), kept))
+                file.save(key, ((stamp(), key), self._reduced(result)))
             except Exception as error:  # noqa: BLE001 - a full disk, no permission, a broken index
                 _kept.refused = error
             else:

@@ -113,8 +113,11 @@ class _Cache(compiled.Cache):
     def _rebuilt(self, target_context: Any, kept: Any) -> Any:
         return _Kernel._rebuild(**kept)
 
-    def _reduced(self, result: Any) -> tuple[Any, Any]:
-        return result._codelibrary.codegen, result._reduce_states()
+    def _codegen(self, result: Any) -> Any:
+        return result._codelibrary.codegen
+
+    def _reduced(self, result: Any) -> Any:
+        return result._reduce_states()
 
 
 def kernel(function: Any) -> Any:
