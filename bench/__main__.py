@@ -138,11 +138,14 @@ def engine(
     view: Annotated[
         bool, typer.Option("--view", help="Only compare pauses: of a server that follows BF16, and of one on a view.")
     ] = False,
+    serve: Annotated[
+        list[str] | None, typer.Option(metavar="ARGUMENT", help="One more argument of the server; may be repeated.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a real vLLM server on a CPU follow versions in place, next to its own reload and its sparse patches.
+    """Have a real vLLM server follow versions in place, next to its own reload and its sparse patches.
 
-    Compares outputs and checksums with a fresh engine. Needs vLLM (make setup-vllm),
+    On a CUDA device, or else a CPU. Compares outputs and checksums with a fresh engine. Needs vLLM (make setup-vllm),
     6 GB of memory, 2 GB of disk, and a quarter of an hour on two cores.
     """
     from bench.engine.run import run, run_view
@@ -153,7 +156,15 @@ def engine(
     show_run(
         "engine",
         partial(
-            run, model=model, store=store, lr=lr, versions=versions, every=every, seconds=seconds, stretches=stretches
+            run,
+            model=model,
+            store=store,
+            lr=lr,
+            versions=versions,
+            every=every,
+            seconds=seconds,
+            stretches=stretches,
+            serve=serve or [],
         ),
         as_json,
     )

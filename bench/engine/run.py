@@ -1,4 +1,4 @@
-"""A real vLLM server on a CPU follows a history, next to vLLM's own ways to new weights, on the same versions.
+"""A real vLLM server follows a history, next to vLLM's own ways to new weights, on the same versions.
 
 1. Versions are published one after the other; after each the server stages and applies it, while clients send requests.
 2. Clients send requests while versions arrive every few seconds, and while none do, in turns.
@@ -11,7 +11,7 @@
 With `--view`, two servers instead: one follows the weights, the other one a view of them in FP8, by turns, version by
 version, while both answer requests.
 
-All processes share this machine: what the publisher takes, generation lacks.
+All processes share this machine, and its CUDA device if it has one: what the publisher takes, generation lacks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.engine.server import Load, Server, served
+from bench.engine.server import DEVICE, Load, Server, served
 from bench.engine.versions import Replayed, Source, Trained
 from bench.engine.worker import write_patch
 from bench.report import Progress, Table, ms, times
@@ -155,13 +155,14 @@ def run(
     every: float,
     seconds: float,
     stretches: int,
+    serve: Sequence[str],
     progress: Progress,
 ) -> EngineBenchReport:
     """Measure everything, in a temporary directory. Needs 2 GB of disk and 6 GB of memory for SmolLM2-135M.
 
     store: the history of a run whose versions are taken; None: supervised steps of the model, at the rate lr. every:
-    seconds between two versions. seconds: of a stretch of requests; stretches: of each kind. Raises MissingExtraError
-    without vLLM.
+    seconds between two versions. seconds: of a stretch of requests; stretches: of each kind. serve: more arguments of
+    the server. Raises MissingExtraError without vLLM.
     """
     require("vllm", "vllm")
     require("safetensors", "run")
@@ -173,7 +174,7 @@ def run(
 
     with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as scratch:
         bench = _Bench(Path(scratch), store, model, lr)
-        with served(bench.checkpoint("first"), bench.log) as server:
+        with served(bench.checkpoint("first"), bench.log, serve) as server:
             engine = EngineClient(server.url)
             engine.follow(bench.store)
             mapping = engine.stage().mapping
@@ -187,7 +188,7 @@ def run(
             begin("vLLM's own ways")
             reload_s, sparse_s = bench.baselines(server)
         begin("a fresh engine")
-        with served(last, bench.log) as server:
+        with served(last, bench.log, serve) as server:
             fresh = server.outputs(), server.checksums()
     (texts, logprobs), (fresh_texts, fresh_logprobs) = _columns(expected[0]), _columns(fresh[0])
     import vllm
@@ -307,7 +308,9 @@ class _Bench:
         assets = directory / "assets"
         assets.mkdir()
         self._source: Source = Replayed(store, assets) if store is not None else Trained(model, lr)
-        self._publisher = Publisher(self.store, anchor_every=1000, views=views)
+        self._publisher = Publisher(
+            self.store, anchor_every=1000, views=views, baseline="host" if DEVICE == "cpu" else "device"
+        )
         report = self._publisher.publish(self._source.weights, version=0, assets=self._source.assets)
         self.elements, self.full_nbytes = report.elements, report.full_nbytes
         self._version = itertools.count(1)

@@ -1,4 +1,4 @@
-"""A vLLM server on a CPU for `bench engine`, and clients that keep it busy."""
+"""A vLLM server for `bench engine`, on a CUDA device or else a CPU, and clients that keep it busy."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+import torch
+
 from bench import ROOT
 from pulse_rl.errors import EngineError
 from pulse_rl.integrations.vllm import plain_gemm
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENVIRONMENT = {
     "VLLM_PLUGINS": "pulse",
     "VLLM_SERVER_DEV_MODE": "1",  # its routes for checksums, pauses and workers' methods
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)),  # one core for who publishes and sends requests
-    plain_gemm.VARIABLE: "1",
 }
 ARGUMENTS = [
     "--dtype",
     "bfloat16",
-    "--enforce-eager",
     "--max-model-len",
     "512",
     "--served-model-name",
@@ -43,6 +42,15 @@ ARGUMENTS = [
     "--worker-extension-cls",
     "bench.engine.worker.Baselines",
 ]
+if DEVICE == "cpu":
+    ENVIRONMENT |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        plain_gemm.VARIABLE: "1",
+    }
+    ARGUMENTS += ["--enforce-eager"]
+else:  # which the trainer uses too
+    ARGUMENTS += ["--gpu-memory-utilization", "0.3"]
 START_S = 600.0
 GENERATED = "vllm:generation_tokens_total"  # in /metrics
 PROMPTS = tuple(f"{topic} is" for topic in ("The sum of 12 and 30", "A prime number", "The capital of France", "Water"))
@@ -89,8 +97,8 @@ class Server:
 
 
 @contextmanager
-def served(checkpoint: Path, log: Path) -> Iterator[Server]:
-    """Serve a checkpoint. Raises EngineError if the server does not start."""
+def served(checkpoint: Path, log: Path, more: Sequence[str] = ()) -> Iterator[Server]:
+    """Serve a checkpoint. more: arguments of the server. Raises EngineError if the server does not start."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -100,7 +108,7 @@ def served(checkpoint: Path, log: Path) -> Iterator[Server]:
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     with log.open("a") as out:
         process = subprocess.Popen(
-            [*command, *ARGUMENTS], env=os.environ | ENVIRONMENT | path, stdout=out, stderr=out, cwd=checkpoint
+            [*command, *ARGUMENTS, *more], env=os.environ | ENVIRONMENT | path, stdout=out, stderr=out, cwd=checkpoint
         )
     server = Server(f"http://127.0.0.1:{port}")
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bench.engine.server import DEVICE
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.flow import model, tasks
 from pulse_rl.history.assets import load_assets
@@ -33,7 +34,9 @@ class Replayed(Source):
     def __init__(self, store: str, directory: Path) -> None:
         self._subscriber = Subscriber(store)
         specs = self._subscriber.tensors()
-        self.weights = {name: torch.empty(spec.shape, dtype=_TORCH[spec.dtype]) for name, spec in specs.items()}
+        self.weights = {
+            name: torch.empty(spec.shape, dtype=_TORCH[spec.dtype], device=DEVICE) for name, spec in specs.items()
+        }
         self._version = 0
         self._subscriber.sync(self.weights, version=0)
         load_assets(store, directory)
@@ -52,6 +55,7 @@ class Trained(Source):
 
         self._loss = loss
         self._loaded = model.load(name, seed=0, dither=0 if name == "smollm2" else None)
+        self._loaded.model.to(DEVICE)
         self.assets = model.assets(self._loaded)
         self._optimizer = torch.optim.AdamW(self._loaded.model.parameters(), lr=lr, weight_decay=0.0)
         self._problems = self._draw()
