@@ -39,7 +39,7 @@ class Staged:
         digest: Its digest, 16 hex digits.
         previous: The version that the weights hold, on which it was staged; None if that was not known.
         route: As in `SyncReport`.
-        nbytes: Bytes that it holds until it is applied or discarded: decoded changes in memory (beyond 32 MB, or 1/64
+        nbytes: Bytes that it holds until it is applied or discarded: decoded changes in memory (beyond 32 MB, or 1/32
             of the weights if that is more, in a temporary file), or a whole version in temporary files.
         changes: Elements that its patches change.
         fetched_nbytes: Bytes that were read from the store.
