@@ -101,9 +101,10 @@ def sliced(sizes: NDArray[np.int64], most: int) -> Iterator[slice]:
         at = end
 
 
-def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield function(item) in the items' order, at most two results per thread ahead of the consumer."""
-    return map(function, items) if threads() == 1 else _in_order(_pool(), function, items, 2 * threads())
+def ordered_map(function: Callable[[T], R], items: Iterable[T], most: int | None = None) -> Iterator[R]:
+    """Yield function(item) in the items' order, ahead of the consumer at most two results per thread, or `most`."""
+    further = 2 * threads() if most is None else min(most, 2 * threads())
+    return map(function, items) if threads() == 1 else _in_order(_pool(), function, items, further)
 
 
 def ahead(work: Callable[[T], R], items: Iterable[T], most: int, name: str) -> Iterator[R]:

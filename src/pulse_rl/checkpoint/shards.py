@@ -18,6 +18,7 @@ from pulse_rl.weights.segments import segments
 SHARD_NBYTES = 4 << 30  # of an anchor's files: small enough for any object store, few enough to list
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+AHEAD = 16  # segments that are read ahead of what takes a file: 32 MB, however many threads there are
 _ZEROS = bytes(1 << 20)
 
 
@@ -100,7 +101,7 @@ def stream_shard(
 
     yield shard_header(tensors, names)
     runs = ((name, *run) for name in in_file_order(tensors, names) for run in segments(tensors[name].size))
-    yield from ordered_map(read, runs)
+    yield from ordered_map(read, runs, AHEAD)
 
 
 def write_zeros(directory: Path, tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES) -> None:

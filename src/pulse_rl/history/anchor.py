@@ -27,7 +27,7 @@ def put_anchor(
 ) -> tuple[ObjectRef, ...]:
     """Write tensors and assets (small files: config.json, a tokenizer) to a directory of a store.
 
-    digest: the digest that the tensors must have. Holds a few segments of a file in memory for each thread.
+    digest: the digest that the tensors must have. Holds a few segments of a file in memory.
     Returns the files. Raises IntegrityError if other bits were sent, and StoreError; then nothing refers to the files.
     """
     shards, index = plan_shards(tensors)
