@@ -5,8 +5,7 @@ the weights were changed while they were published. `restore` reads anchors.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pulse_rl.checkpoint.shards import INDEX, ShardFile, nbytes_of, plan_shards, stream_shard
@@ -40,13 +39,13 @@ def put_shards(
     store: Store, directory: str, tensors: Mapping[str, Bits], shards: Iterable[ShardFile]
 ) -> tuple[tuple[ObjectRef, ...], int]:
     """Write some files of an anchor. Returns them, and the digest of the elements that were sent."""
-    seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}
     refs, total = [], 0
     shards = list(shards)
-    sizes = [sum(nbytes_of(tensors[name]) for name in shard.tensors) for shard in shards]
-    with LongWork(f"the upload of {directory}", sum(sizes)) as work:
-        for shard, nbytes in zip(shards, sizes, strict=True):
-            file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors), nbytes, work)
+    with LongWork(
+        f"the upload of {directory}", sum(_elements_nbytes(tensors, shard.tensors) for shard in shards)
+    ) as work:
+        for shard in shards:
+            file = _Upload(tensors, shard.tensors, work)
             store.put(f"{directory}/{shard.name}", file)
             refs.append(file.ref(f"{directory}/{shard.name}"))
             total += file.digest
@@ -76,35 +75,31 @@ def put_assets(store: Store, directory: str, index: bytes | None, assets: Mappin
     return tuple(refs)
 
 
+def _elements_nbytes(tensors: Mapping[str, Bits], names: Sequence[str]) -> int:
+    return sum(nbytes_of(tensors[name]) for name in names)
+
+
 class _Upload:
     """One file's bytes, hashed and counted as they are sent; a store that failed may read them from the beginning."""
 
-    def __init__(
-        self,
-        seeds: Mapping[str, int],
-        parts: Callable[[Callable[..., None]], Iterable[bytes]],
-        nbytes: int,
-        work: LongWork,
-    ) -> None:
-        self._seeds, self._parts, self._size, self._work = seeds, parts, nbytes, work
+    def __init__(self, tensors: Mapping[str, Bits], names: Sequence[str], work: LongWork) -> None:
+        self._tensors, self._names, self._work = tensors, names, work
 
     def __iter__(self) -> Iterator[bytes]:
-        self._terms, self._nbytes, self._hasher = list[int](), 0, hasher(self._size)
-        terms = self._terms  # an attempt that was given up adds to its own
+        self._nbytes, self._hasher = 0, hasher(_elements_nbytes(self._tensors, self._names))
+        mine = {name: self._tensors[name] for name in self._names}
+        seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in mine.items()}
+        terms = list[int]()
 
         def count(name: str, start: int, bits: UIntArray) -> None:
-            terms.append(cpu.digest_range(self._seeds[name], start, bits))
+            terms.append(cpu.digest_range(seeds[name], start, bits))
 
-        for part in self._parts(count):
+        for part in stream_shard(self._tensors, self._names, count):
             self._hasher.update(part)
             self._nbytes += len(part)
             yield part
             self._work.advance(len(part))
-
-    @property
-    def digest(self) -> int:
-        """The sum of the digest's terms of all that was sent last."""
-        return sum(self._terms)
+        self.digest = sum(terms)  # of the elements that were sent last
 
     def ref(self, name: str) -> ObjectRef:
         """The object that was sent last."""
