@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,14 +27,13 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.coding import joined_memory, memory_of
 from pulse_rl.kernels.gpu import changes, device
 from pulse_rl.kernels.gpu.regions import regions_of
+from pulse_rl.parallel import at_once
 from pulse_rl.weights import devices
 from pulse_rl.weights.changes import Changes
 
 SEGMENT = 1 << 18  # elements: a tile of 512 · 512
 BLOCK = 1024  # segments
 PATIENCE_S = 4.0  # what coding the whole model may take
-T = TypeVar("T")
-R = TypeVar("R")
 Block = tuple[bytes, list[bytes]]  # what its spans share, and its only span
 
 
@@ -105,8 +104,11 @@ def blocks_of(runs: list[Run]) -> Iterator[list[Run]]:
 
 def encoded(runs: list[Run]) -> list[Block]:
     """All segments, in blocks of one span. Of a device a few blocks at once, as a publisher codes them."""
-    codec = context.ContextCodec()
-    return _each(runs[0], lambda block: codec.encode(block, [sum(run.segments for run in block)]), blocks_of(runs))
+
+    def encode(block: list[Run]) -> Block:
+        return context.ContextCodec().encode(block, [sum(run.segments for run in block)])
+
+    return at_once(encode, list(blocks_of(runs)), _most(runs), "bench-block")
 
 
 def decoded(coded: list[Block], runs: list[Run]) -> list[Changes]:
@@ -120,13 +122,13 @@ def decoded(coded: list[Block], runs: list[Run]) -> list[Changes]:
         reader = OldReader(partial(_read, block))
         return [each.changes for each in opened([memoryview(span)]).decode(np.arange(count), reader, old)]
 
-    return [each for found in _each(runs[0], decode, zip(coded, blocks_of(runs), strict=True)) for each in found]
+    blocks = list(zip(coded, blocks_of(runs), strict=True))
+    return list(chain(*at_once(decode, blocks, _most(runs), "bench-block")))
 
 
-def _each(run: Run, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """work(item) of all items, a few at once where a run lies on a device."""
-    with ThreadPoolExecutor(1 if run.device is devices.HOST else devices.CODERS) as pool:
-        return list(pool.map(work, items))
+def _most(runs: list[Run]) -> int:
+    """Blocks that are coded at once."""
+    return 1 if runs[0].device is devices.HOST else devices.CODERS
 
 
 def clocked(function: Callable[[], Any]) -> tuple[float, Any]:
