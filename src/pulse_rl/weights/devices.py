@@ -213,14 +213,13 @@ class Cuda:
     def coder(self) -> Iterator[Coder]:
         from pulse_rl.kernels.gpu import coding
 
-        stream = self._coders.get()  # waits while all are at work
+        self._coding.stream = stream = self._coders.get()  # waits while all are at work
         try:
             stream.wait_stream(self._stream)
-            self._coding.stream = stream
             with self.own_stream():
                 yield coding
         finally:
-            vars(self._coding).clear()
+            del self._coding.stream
             self._coders.put(stream)
 
     def cast(self, values: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,7 @@ from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.weights.bits import Bits, TorchBits
 from pulse_rl.weights.pieces import pieces_of
 from pulse_rl.weights.segments import segments
-from pulse_rl.weights.torch_bits import any_marked
-
-TOGETHER = 1 << 24  # elements on a device that are looked at in a call, if no tensor has more
+from pulse_rl.weights.torch_bits import MARKED_AT_ONCE, any_marked
 
 # Of each format: which bits tell, and what they are. Most keep their highest exponent for infinities and NaN.
 _COUNTED = {
@@ -48,7 +46,7 @@ def count(tensors: Mapping[str, Bits]) -> dict[str, int]:
             else:
                 found[name] = found.get(name, 0) + _count_all(bits)
     for (_, dtype), alike in there.items():
-        for several in batched(alike, lambda one: one[1].size, TOGETHER):
+        for several in batched(alike, lambda one: one[1].size, MARKED_AT_ONCE):
             if any_marked([bits for _, bits in several], *_COUNTED[dtype]):
                 for name, bits in several:
                     found[name] = found.get(name, 0) + _count_all(bits)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MARKED_AT_ONCE = 1 << 26  # elements: of what is compared, a device's memory holds a copy
+MARKED_AT_ONCE = 1 << 24  # elements: of what is compared, a device's memory holds a copy
 
 
 class TorchBits:

@@ -184,9 +184,10 @@ class Cache(NullCache):  # type: ignore[misc]
     A device's kernels have one, too, in `gpu.device`.
     """
 
-    def __init__(self, function: Callable[..., Any], room: str = "") -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        room, file = function.__module__.split(".")[-2:]
         python = f"py{sys.version_info[0]}{sys.version_info[1]}{getattr(sys, 'abiflags', '')}"
-        self._name = f"{room}{function.__module__.rpartition('.')[2]}.{function.__qualname__}.{python}"
+        self._name = f"{room}.{file}.{function.__qualname__}.{python}"
 
     def _files(self) -> Iterator[tuple[Path, IndexDataCacheFile]]:
         for place in places():

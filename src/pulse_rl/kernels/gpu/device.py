@@ -123,7 +123,7 @@ class _Cache(compiled.Cache):
 def kernel(function: Any) -> Any:
     """Compile a function at its first launch with arguments of some types, or find its machine code on disk."""
     made = cuda.jit(function)
-    made._cache = _Cache(function, "gpu.")
+    made._cache = _Cache(function)
     return made
 
 
