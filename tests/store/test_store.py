@@ -351,7 +351,12 @@ def test_a_disk_that_takes_a_part_of_an_object_leaves_none(
 
 @pytest.mark.parametrize("name", ["../object", "a/../../object", "/object", "a//object", "", "a/.", "object#1"])
 def test_no_object_lies_outside_of_its_store(tmp_path: Path, name: str) -> None:
-    (tmp_path / "store").mkdir()
+    store = pulse.open_store(tmp_path / "store")
+    (tmp_path / "store" / "a").mkdir(parents=True)
     with pytest.raises(StoreError, match="expected names"):
-        pulse.open_store(tmp_path / "store").put(name, b"")
+        store.put(name, b"")
     assert list(tmp_path.iterdir()) == [tmp_path / "store"]
+    (tmp_path / "object").write_bytes(b"of somebody else")
+    for read in (store.get, lambda name: list(store.stream(name))):
+        with pytest.raises(StoreError):
+            read(name)
