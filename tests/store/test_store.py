@@ -357,6 +357,5 @@ def test_no_object_lies_outside_of_its_store(tmp_path: Path, name: str) -> None:
         store.put(name, b"")
     assert list(tmp_path.iterdir()) == [tmp_path / "store"]
     (tmp_path / "object").write_bytes(b"of somebody else")
-    for read in (store.get, lambda name: list(store.stream(name))):
-        with pytest.raises(StoreError):
-            read(name)
+    with pytest.raises(StoreError, match="expected names"):
+        list(store.stream(name))
