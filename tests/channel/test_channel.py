@@ -183,7 +183,7 @@ def half(group: Any, rank: int, size: int) -> Any:
     patch = PartReader.patch
 
     def noted(self: PartReader) -> Any:
-        kept.append(self.kept_nbytes)
+        kept.append(sum(len(one) for _, one in self._kept))
         return patch(self)
 
     PartReader.patch = noted  # type: ignore[method-assign]

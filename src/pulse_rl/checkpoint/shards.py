@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from pulse_rl.disk import write_stream
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.layout import HasLayout
 from pulse_rl.weights.segments import segments
 
 SHARD_NBYTES = 4 << 30  # of an anchor's files: small enough for any object store, few enough to list
@@ -29,23 +30,13 @@ class ShardFile(NamedTuple):
     tensors: list[str]  # names, in canonical order
 
 
-class Described(Protocol):
-    """Anything with a tensor's dtype and shape."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def nbytes_of(tensor: Described) -> int:
+def nbytes_of(tensor: HasLayout) -> int:
     """The bytes of a tensor's elements."""
     return math.prod(tensor.shape) * ITEMSIZES[tensor.dtype]
 
 
 def plan_shards(
-    tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES
+    tensors: Mapping[str, HasLayout], shard_nbytes: int = SHARD_NBYTES
 ) -> tuple[list[ShardFile], bytes | None]:
     """Divide tensors into files of at most shard_nbytes, or one tensor.
 
@@ -69,12 +60,12 @@ def plan_shards(
     return shards, json.dumps(index, indent=2, sort_keys=True).encode()
 
 
-def in_file_order(tensors: Mapping[str, Described], names: Sequence[str]) -> list[str]:
+def in_file_order(tensors: Mapping[str, HasLayout], names: Sequence[str]) -> list[str]:
     """The names as their tensors follow each other in a file: the widest elements first, so that all are aligned."""
     return sorted(names, key=lambda name: (-ITEMSIZES[tensors[name].dtype], name))
 
 
-def shard_header(tensors: Mapping[str, Described], names: Sequence[str]) -> bytes:
+def shard_header(tensors: Mapping[str, HasLayout], names: Sequence[str]) -> bytes:
     """The beginning of one file, before the first tensor's bytes."""
     described = ((name, tensors[name].dtype, tensors[name].shape) for name in in_file_order(tensors, names))
     return header.header_bytes(described, {"format": "pt"})  # Transformers asks for this key
@@ -104,7 +95,7 @@ def stream_shard(
     yield from ordered_map(read, runs, AHEAD)
 
 
-def write_zeros(directory: Path, tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES) -> None:
+def write_zeros(directory: Path, tensors: Mapping[str, HasLayout], shard_nbytes: int = SHARD_NBYTES) -> None:
     """Write a checkpoint of zeros to a directory, to be mapped and filled: a full disk is found now, and not then."""
     shards, index = plan_shards(tensors, shard_nbytes)
     for shard in shards:

@@ -45,7 +45,7 @@ def prove(
     def compare() -> tuple[str, bool]:
         different = "the files that it was loaded from are not known"
         if checkpoint is not None:
-            different = _difference(views, kept, checkpoint)
+            different = _difference(views, checkpoint)
         return different, bool(different)
 
     different, differing = ranks.do_and_share("compare the weights with the files", compare, bool, alike=True)
@@ -63,7 +63,7 @@ def prove(
     return state.version
 
 
-def _difference(views: Mapping[str, Any], kept: Mapping[str, Any], checkpoint: Path) -> str:
+def _difference(views: Mapping[str, Any], checkpoint: Path) -> str:
     """How views differ from the files; "" if they are the same."""
     try:
         files = open_checkpoint(checkpoint)

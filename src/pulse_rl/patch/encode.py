@@ -34,7 +34,6 @@ from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import Located, device_of, locate
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import CODERS, HOST, Device
 from pulse_rl.weights.finite import not_finite
@@ -55,8 +54,6 @@ class EncodedPatch:
     header: patch_format.PatchHeader
     head_nbytes: int  # of the file, before the payload
     changes: int  # how many elements change
-    read_s: float  # reading and casting the new weights, seconds summed over threads
-    diff_s: float  # finding and digesting changes, seconds summed over threads
     encode_s: float  # coding and compressing, wall time in seconds
 
 
@@ -71,8 +68,8 @@ class FoundChanges:
     delta: int  # what it gains, mod 2^64
     nonfinite: int  # how many elements become NaN or infinite, less those that were
     spoilt: str  # a tensor in which some become so; empty for none
-    read_s: float
-    diff_s: float
+    read_s: float  # reading and casting the new weights, seconds summed over threads
+    diff_s: float  # finding and digesting changes, seconds summed over threads
     codings: "list[_Coding]"  # by each codec
     held: "_Held"  # what they do not have yet
 
@@ -96,11 +93,6 @@ class Coded:
     blocks: list[CodedBlock]
     encode_s: float
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the payload."""
-        return sum(len(payload) for block in self.blocks for _, payload in block.spans)
-
     def finish(
         self, *, base: int, target: int, base_digest: int, target_digest: int, part: int = 0, parts: int = 1
     ) -> EncodedPatch:
@@ -118,9 +110,8 @@ class Coded:
             part=part,
             parts=parts,
         )
-        found = self.found
-        data, head_nbytes = patch_format.pack(header, found.table, found.counts, self.blocks)
-        return EncodedPatch(data, header, head_nbytes, found.changes, found.read_s, found.diff_s, self.encode_s)
+        data, head_nbytes = patch_format.pack(header, self.found.table, self.found.counts, self.blocks)
+        return EncodedPatch(data, header, head_nbytes, self.found.changes, self.encode_s)
 
 
 def encode(
@@ -231,13 +222,9 @@ class _Segments(NamedTuple):
     begun: int  # the number of the first one
     since: Since | None  # finds what changes, where old is new
 
-    def _find(self, number: int) -> tuple[str, Box]:
-        place, tensor = divmod(number, len(self.entries))
-        return self.entries[tensor].name, self.group.places[place]
-
     def _read(self, number: int) -> UIntArray:
-        name, place = self._find(number)
-        return rows_of(self.old[name], place)
+        place, tensor = divmod(number, len(self.entries))
+        return rows_of(self.old[self.entries[tensor].name], self.group.places[place])
 
     def run(self, first: int, edges: NDArray[np.int64], changes: Changes, replaced: UIntArray) -> Run:
         """Consecutive segments, from one on."""

@@ -84,15 +84,6 @@ class FlatRun(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-    def positions(self, shape: Shape) -> Positions:
-        """Where its elements lie in a tensor of this shape."""
-        return Positions(np.array([self.start], np.int64), self.size)
-
     def boxes(self, shape: Shape) -> list[Box]:
         """The same elements in a tensor of this shape as boxes, in the same order."""
         return list(_run_boxes(shape, self.start, self.stop))

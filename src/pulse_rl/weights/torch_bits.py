@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UINTS, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
-from pulse_rl.weights.host_bits import Counter, count_writes, counted_by, shares_elements
+from pulse_rl.weights.host_bits import Counter, shares_elements
 
 if TYPE_CHECKING:
     import torch
@@ -214,10 +214,6 @@ class TorchBits:
         part._memory = lambda: self._tensor[slices]
         part._describe(part._tensor)
         return part
-
-    def count_write(self) -> None:
-        """Count a write for torch."""
-        count_writes(counted_by([self.counter]))
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -220,11 +220,6 @@ class PartReader:
         each = ({name: copies[n] for name, copies in self._live.items() if n < len(copies)} for n in range(most))
         return {span.number: span for held in each for span in wanted_spans(patch, held)}.values()
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes that are kept."""
-        return sum(len(kept) for _, kept in self._kept)
-
     def patch(self) -> Patch:
         """The part, with the spans that were kept. Raises PatchFormatError for a span that its hash does not fit."""
         if self._patch is None:  # nothing was fed
