@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from pulse_rl.checkpoint.files import files_of, open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX, SINGLE, nbytes_of, write_zeros
@@ -86,9 +85,7 @@ class Mirror:
     def __enter__(self) -> Mirror:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def update(self) -> Mirrored | None:

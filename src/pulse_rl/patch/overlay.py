@@ -9,7 +9,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -144,9 +143,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # what a full disk did not take is written once more here
             self._files.close()
 

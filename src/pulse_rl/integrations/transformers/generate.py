@@ -1,7 +1,6 @@
 """What follows a history between the tokens that a model generates."""
 
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 from pulse_rl import Staged, Subscriber, SyncReport
@@ -57,9 +56,7 @@ class FollowWhileGenerating(_transformers.LogitsProcessor):  # type: ignore[misc
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stop.set()
         self._thread.join()
         if self._staged is not None:

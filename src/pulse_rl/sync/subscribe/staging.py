@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.trail import State
 from pulse_rl.sync.subscribe.landings import Keeping
 from pulse_rl.sync.subscribe.sync import Route, Sync, SyncReport
 from pulse_rl.weights.memory import LiveWeights, Memory
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class Staged:
@@ -90,9 +87,7 @@ class Staged:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
     def _held(self) -> tuple[Keeping, Sync]:
