@@ -20,7 +20,7 @@ from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.search import cheapest, cost
 from pulse_rl.history.trail import PatchLink, State, Trail, decode_trail, state_of
 from pulse_rl.log.objects import fetch, new_token
-from pulse_rl.patch.overlay import Overlay, Replaced
+from pulse_rl.patch.overlay import Overlay, Recorder, Section
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.weights import boxes
 from pulse_rl.weights.changes import Changes
@@ -255,18 +255,20 @@ def test_an_overlay_gives_the_older_version_back(seed: int, width: int, versions
     sizes = [int(random.integers(1, 50)) + SEGMENT * (i == 0) for i in range(tensors)]
     arrays = {f"t{i}": random.integers(0, 256, n * width, np.uint8).view(UINTS[width]) for i, n in enumerate(sizes)}
     first = {name: array.copy() for name, array in arrays.items()}
-    overlay = Overlay([])
+    overlay = Overlay({})
     for _ in range(versions):
-        replaced = []
+        recorder = Recorder()
         for name, array in arrays.items():
             where = np.unique(random.integers(max(0, len(array) - 40), len(array), 9))
             where = np.unique(np.append(where, random.integers(0, len(array), 3)))
             for start in range(0, len(array), SEGMENT):
                 inside = where[(where >= start) & (where < start + SEGMENT)]
                 old = Changes((inside - start).astype(np.uint32), array[inside].copy())
-                replaced.append(Replaced(name, boxes.Box((start,), (min(SEGMENT, len(array) - start),)), old))
+                place = boxes.Box((start,), (min(SEGMENT, len(array) - start),))
+                recorder.add([Section((name,), (place,))], np.array([len(inside)]), old)
             array[where] ^= random.integers(1, 256, len(where)).astype(array.dtype)
-        overlay = overlay.and_later(Overlay(replaced))
+        with recorder:
+            overlay = overlay.and_later(Overlay(recorder.columns()))
     for name, bits in overlay.over(layout(arrays)).items():
         for start, stop in segments(bits.size):
             assert (bits.read(start, stop) == first[name][start:stop]).all()

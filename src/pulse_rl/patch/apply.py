@@ -232,7 +232,7 @@ class Application:
                     last = one.first + len(one.section.names) * len(one.section.places)
                     nothing = Changes(np.empty(0, np.uint32), np.empty(0, UINTS[one.itemsize]))
                     recorder.add([one.section], counts[one.first : last], nothing)
-            return Overlay.of(recorder.columns())
+            return Overlay(recorder.columns())
 
     def changes(self) -> Iterator[tuple[str, Box, Changes]]:
         """What `write` will write, after `prove`: the changes of each segment, by tensor and place."""

@@ -7,7 +7,7 @@ from it. An overlay lies in unlinked temporary files, mapped: the system can tak
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import BinaryIO, NamedTuple
 
@@ -170,7 +170,7 @@ class Recorder:
 
     def overlay(self) -> "Overlay | None":
         """What was added; None if it is too much. Raises OSError if there was no room for it."""
-        return Overlay.of(self.columns()) if self._left >= 0 else None
+        return Overlay(self.columns()) if self._left >= 0 else None
 
     def columns(self) -> Mapping[int, _Column]:
         """What was added, by the width of elements. Raises OSError if there was no room for it."""
@@ -202,22 +202,11 @@ class _Files(NamedTuple):
 class Overlay:
     """The bits that elements held at some older version, for all that changed since.
 
-    Takes 4 bytes for each element's index, and the element. replaced: each part of a tensor at most once. Raises
-    OSError if there is no room for the files.
+    Takes 4 bytes for each element's index, and the element. columns: what a Recorder has, by the width of elements.
     """
 
-    def __init__(self, replaced: Iterable[Replaced]) -> None:
-        with Recorder() as recorder:
-            for name, place, old in replaced:
-                recorder.add([Section((name,), (place,))], np.array([len(old.indices)]), old)
-            self._columns = recorder.columns()
-
-    @classmethod
-    def of(cls, columns: Mapping[int, _Column]) -> "Overlay":
-        """What a Recorder has, by the width of elements."""
-        overlay = cls.__new__(cls)
-        overlay._columns = columns
-        return overlay
+    def __init__(self, columns: Mapping[int, _Column]) -> None:
+        self._columns = columns
 
     @property
     def nbytes(self) -> int:
@@ -237,7 +226,7 @@ class Overlay:
                     _add_union(recorder, [first, *others])
                 else:
                     recorder.add(first.sections, np.diff(first.edges), Changes(first.indices, first.values))
-            return Overlay.of(recorder.columns())
+            return Overlay(recorder.columns())
 
     def replaced(self) -> Iterator[Replaced]:
         """All elements that it holds, part by part."""
