@@ -7,6 +7,7 @@ baseline nor to a store.
 Only `find` reads the weights. Between it and `code`, which may run in the background, the base must not change.
 """
 
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -193,7 +194,7 @@ class Encoder:
                     parts=ranks.size,
                 )
                 application = Application(patch_format.unpack(patch.data), live)
-                application.prove(before, partial(_added_up, gained - mine.delta))
+                application.prove(before, partial(operator.add, gained - mine.delta))
                 parts.append((patch, application))
                 trials.append(Trial(coded.codec, len(patch.data), coded.encode_s, time.perf_counter() - start))
             return parts, trials
@@ -221,11 +222,6 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> NewVersion
     _require_equal_replicas(ranks, share, found)
     digest, nonfinite = digests.to_hex(sum(one.delta for one in found)), sum(one.nonfinite for one in found)
     return NewVersion(digest, 0, nonfinite, _spoilt(found), time.perf_counter() - start, copy)
-
-
-def _added_up(elsewhere: int, mine: int) -> int:
-    """What the digest gains over all ranks."""
-    return mine + elsewhere
 
 
 def _not_collected(expected: str, found: str) -> IntegrityError:
