@@ -121,12 +121,9 @@ class SharePlan:
                 array[common.slices(box)] = np.frombuffer(data, dtype).reshape(common.sizes)
             yield name, box, array
 
+    @cached_property
     def all_names(self) -> dict[str, TensorSpec]:
         """Every name, tied ones too, → the tensor that stands for it. Not to be modified."""
-        return self._all_names
-
-    @cached_property
-    def _all_names(self) -> dict[str, TensorSpec]:
         return {**self.tensors, **{alias: self.tensors[owner] for alias, owner in self.tied.items()}}
 
     @cached_property

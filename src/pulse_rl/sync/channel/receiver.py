@@ -76,7 +76,7 @@ class ChannelReceiver:
 
     def agree(self, sides: ChannelSides, share: Share) -> bool:
         """Compare what the senders send with what this rank's engine holds. Raises BaseMismatchError."""
-        sent, found = sides.sent, share.plan.all_names()
+        sent, found = sides.sent, share.plan.all_names
         further = {alias: sent.tensors[owner] for alias, owner in sent.tied.items() if alias in found}
         compare_layouts(sent.tensors | further, found, _WORDING)
         return True

@@ -51,7 +51,7 @@ class Line:
         """
         head, base, share = start.head, start.base, given.share
         if head is not None:
-            share = share.called(None if base is None else base.plan.all_names(), head.tied)
+            share = share.called(None if base is None else base.plan.all_names, head.tied)
         plan = share.plan
         version = next_version(head, start.sequence) if request.version is None else request.version
         if base is None:

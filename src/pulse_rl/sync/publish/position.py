@@ -64,7 +64,7 @@ class Position:
             if self.baseline.plan.fingerprint != share.plan.fingerprint:
                 self.baseline = None  # the weights are sharded otherwise than before
             elif self.kept_on != "host" and ranks.size == 1:  # after `resume`, which knows no weights
-                own = share.called(self.baseline.plan.all_names(), self.baseline.manifest.tied).own
+                own = share.called(self.baseline.plan.all_names, self.baseline.manifest.tied).own
                 self.baseline = self.baseline.near(own, self.kept_on)
         if not look and self.baseline is not None and ranks.size == 1:
             before = self.baseline.manifest

@@ -72,7 +72,7 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | No
 
 def check_readable(plan: SharePlan) -> None:
     """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
-    if "__metadata__" in plan.all_names():  # a patch could hold it, an anchor could not
+    if "__metadata__" in plan.all_names:  # a patch could hold it, an anchor could not
         raise ValueError("tensor names: expected any but '__metadata__', which safetensors keeps for itself")
     with _readable():
         rows = {name: (name, spec.dtype, spec.shape) for name, spec in plan.tensors.items()}
@@ -131,7 +131,7 @@ def check_successor(head: Manifest, before: SharePlan | None, plan: SharePlan, v
     sides = next_in_store(head.version, url)
     if before is not None and (before is not plan or head.tied != plan.tied):
         before = replace(before, tied=head.tied)
-        compare_layouts(before.all_names(), plan.all_names(), sides)
+        compare_layouts(before.all_names, plan.all_names, sides)
     elif before is None and (plan.elements, plan.nbytes) != (head.elements, head.full_nbytes):
         raise BaseMismatchError(
             f"{sides.what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "

@@ -91,7 +91,7 @@ class HeldWeights:
     @property
     def tensors(self) -> Mapping[str, HasLayout]:
         """The tensors of the whole model by every name."""
-        return self.plan.all_names()
+        return self.plan.all_names
 
     def tie(self, tied: Mapping[str, str]) -> None:
         """Use the names of a version. tied: its further names → the name that stands for them."""

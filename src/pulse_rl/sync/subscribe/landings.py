@@ -46,7 +46,7 @@ class ShareLanding(Landing):
 
     @property
     def tensors(self) -> Mapping[str, HasLayout]:
-        return self._share.plan.all_names()
+        return self._share.plan.all_names
 
     @property
     def full_nbytes(self) -> int:
