@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from pulse_rl.documents import decode_json
-from pulse_rl.engines.http import Server, is_temporary
+from pulse_rl.engines.http import Server, no_answer
 from pulse_rl.engines.states import (
     BUSY,
     During,
@@ -298,12 +298,8 @@ class EngineClient:
         try:
             answer = decode_json(found, kind, "its answer")
         except FormatError as error:
-            raise EngineError(
-                f"{self.url} answers, but not as the plug-in of pulse-rl does: {one_line(error, 500)}",
-                url=self.url,
-                during=verb,
-                status=status,
-            ) from error
+            text = f"answers, but not as the plug-in of pulse-rl does: {one_line(error, 500)}"
+            raise no_answer(self.url, verb, text, status) from error
         tell(self, answer)
         return answer
 
@@ -317,13 +313,7 @@ class EngineClient:
                 404: "it has no plug-in: start vLLM with VLLM_PLUGINS=pulse, and pulse-rl installed beside it; to "
                 "`pulse-rl follow` the address of an SGLang server is sglang+http://host:30000",
             }.get(status, printable(body[:300].decode(errors="replace")))
-            return EngineError(
-                f"{self.url} answers {status}: {advice}",
-                url=self.url,
-                during=during,
-                status=status,
-                temporary=is_temporary(status),
-            )
+            return no_answer(self.url, during, f"answers {status}: {advice}", status)
         return failed(refusal.failure, refusal.state, self.url, status)
 
 

@@ -73,26 +73,27 @@ class Server:
                 for chunk in answer.iter_raw():
                     found += chunk
                     if len(found) > MAX_NBYTES:
-                        raise self._error(during, f"answers with more than {MAX_NBYTES >> 20} MB", status)
+                        raise no_answer(self.url, during, f"answers with more than {MAX_NBYTES >> 20} MB", status)
         except (self._httpx.HTTPError, self._httpx.InvalidURL, OSError) as error:
             late = deadline.passed or isinstance(error, self._httpx.TimeoutException)
             text = f"it has not answered within {timeout:g} s" if late else one_line(error)
-            raise self._error(during, f"is out of reach: {text}") from error
+            raise no_answer(self.url, during, f"is out of reach: {text}") from error
         if deadline.passed:  # an answer without a length ends where its connection does
-            raise self._error(during, f"is out of reach: it has not answered within {timeout:g} s")
+            raise no_answer(self.url, during, f"is out of reach: it has not answered within {timeout:g} s")
         if answer.has_redirect_location:
             to = printable(answer.headers["location"][:300])
             advice = "a redirect is not followed, as the API key would go along: give the address of the engine itself"
-            raise self._error(during, f"answers {status} and redirects to {to}: {advice}", status)
+            raise no_answer(self.url, during, f"answers {status} and redirects to {to}: {advice}", status)
         return status, bytes(found)
 
-    def _error(self, during: str, text: str, status: int | None = None) -> EngineError:
-        return EngineError(f"{self.url} {text}", url=self.url, during=during, status=status, temporary=status is None)
 
+def no_answer(url: str, during: str, text: str, status: int | None = None) -> EngineError:
+    """The error for an engine that did not answer as it should; temporary where it, or a proxy, says that it is away.
 
-def is_temporary(status: int) -> bool:
-    """Whether a proxy says that its engine is away."""
-    return status in (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+    status: of the answer; None where none came.
+    """
+    away = status in (None, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+    return EngineError(f"{url} {text}", url=url, during=during, status=status, temporary=away)
 
 
 class _Deadline:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pulse_rl.documents import convert, decode_json
 from pulse_rl.engines.client import EngineClient
-from pulse_rl.engines.http import Server, is_temporary
+from pulse_rl.engines.http import Server, no_answer
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped
 from pulse_rl.engines.service import Local
 from pulse_rl.engines.states import PauseMode
@@ -189,20 +189,11 @@ class _Engine:
         method = "GET" if body is None else "POST"
         status, found = self._server.ask(during, method, f"/{route}", data, self._timeout)
         if status != HTTPStatus.OK:
-            raise EngineError(
-                f"{self.url} answers {status} to {route}: {printable(found[:2000].decode(errors='replace'))}",
-                url=self.url,
-                during=during,
-                status=status,
-                temporary=is_temporary(status),
-            )
+            text = f"answers {status} to {route}: {printable(found[:2000].decode(errors='replace'))}"
+            raise no_answer(self.url, during, text, status)
         try:
             decoded = decode_json(found, object, "its answer")
         except FormatError as error:
-            raise EngineError(
-                f"{self.url} answers, but not as SGLang does: {one_line(error, 500)}",
-                url=self.url,
-                during=during,
-                status=status,
-            ) from error
+            text = f"answers, but not as SGLang does: {one_line(error, 500)}"
+            raise no_answer(self.url, during, text, status) from error
         return decoded if isinstance(decoded, dict) else {}
