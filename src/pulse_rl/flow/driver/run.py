@@ -1,7 +1,7 @@
 """A run as its driver does it: start the services, watch them, replace what dies, write the summary.
 
 The driver only watches. The Dataflow, the trainers and the workers talk to each other without it. The engine makes the
-Dataflow again from its journal; `trainers` and `pools` start processes again. `rl.directory` lists the files of a run.
+Dataflow again from its journal; `trainers` and `pools` start processes again. `directory` lists the files of a run.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Descriptions of a checkpoint and of a store, for people and for `--json`.
 
-A patch describes itself (`patch.inspect`). Nothing is proved here beyond what reading takes: `verify` does that.
+A patch describes itself (`patch.verbs.inspect`). Nothing is proved here beyond what reading takes: `verify` does that.
 """
 
 import msgspec
