@@ -280,14 +280,3 @@ class Codec(Protocol):
         Spans that follow one another may be opened as one, from the bytes of each: so many segments are decoded at
         once. This is cheap: it decodes no segment. Both raise FormatError for malformed bytes.
         """
-
-
-T = TypeVar("T")
-
-
-def consecutive(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
-    """Divide items into runs of these sizes."""
-    at = 0
-    for size in sizes:
-        yield items[at : at + size]
-        at += size

@@ -16,6 +16,7 @@ Where all old bits of a block lie on a device, that device counts and codes: it 
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ from pulse_rl.codecs.base import (
     SegmentSpec,
     Specs,
     Units,
-    consecutive,
     cut,
     joined_specs,
     run_of,
@@ -103,7 +103,8 @@ class ContextCodec:
             for number, stream in zip(group.numbers.tolist(), coded, strict=True):
                 streams[number] = stream
         head = encode_numbers(np.array(numbers, np.int64), np.frombuffer(kinds, np.uint8))
-        return head, [b"".join(members) for members in consecutive(streams, spans)]
+        left = iter(streams)
+        return head, [b"".join(islice(left, size)) for size in spans]
 
     def encode_block(self, segments: Sequence[SegmentChanges]) -> bytes:
         """Encode one block of one span as `u32 n | head of n bytes | span`."""
