@@ -29,7 +29,7 @@ from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.live import each_alone, overlapping
-from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, Shape, tiles
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout, layout
@@ -91,7 +91,7 @@ class MasterChanges:
         regions = []
         for name, tensor in found.items():
             for box, bits, _ in pieces_of(tensor):
-                if not _contiguous(bits):
+                if not bits.contiguous:
                     raise ValueError(f"tensor {name!r}: expected contiguous memory, found other strides")
                 if box.size:
                     regions.append(_Region(name, tuple(tensor.shape), box, bits))
@@ -182,11 +182,7 @@ class MasterChanges:
         by_name: dict[str, list[_Region]] = {}
         for region in (region for found in self._regions.values() for region in found if len(region.old.indices)):
             by_name.setdefault(region.name, []).append(region)
-        found: dict[str, Bits] = {}
-        for name, tensor in own.items():
-            changes = _by_tile(tensor, by_name.get(name, []))
-            found[name] = laid_over(tensor, changes)
-        return found
+        return {name: laid_over(tensor, _by_tile(tensor, by_name.get(name, []))) for name, tensor in own.items()}
 
     def clear(self) -> None:
         """Begin anew: what the weights hold now is what the next changes start from."""
@@ -234,20 +230,6 @@ def _changing(weight: torch.Tensor, master: torch.Tensor) -> tuple[NDArray[np.in
     indices = changing.nonzero().view(-1)
     values: UIntArray = weight.view(integer)[indices].cpu().numpy().view(UINTS[weight.element_size()])
     return indices.cpu().numpy(), values
-
-
-def _contiguous(bits: Bits) -> bool:
-    strides = (
-        bits.array.strides if isinstance(bits, HostBits) else bits.strides if isinstance(bits, TorchBits) else None
-    )
-    if strides is None:
-        return False
-    expected = bits.itemsize
-    for n, stride in zip(reversed(bits.shape), reversed(strides), strict=True):
-        if n > 1 and stride != expected:
-            return False
-        expected *= n
-    return True
 
 
 def _deepspeed(optimizer: Any) -> Iterator[Pair]:

@@ -72,7 +72,7 @@ def _check_method(name: str, module: Any, method: Any) -> None:
     if isinstance(method, BaseKVCacheMethod):
         return  # the scales of keys and values are consumed: a history that has some is refused by the loader
     kind = type(method).__name__
-    on_cpu = _on_cpu(module)
+    on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
     if kind in _LINEAR:
         if on_cpu and not plain_gemm.is_plain(module) and getattr(module, "cpu_linear", None) is not None:
             raise _refusal(name, kind, f"vLLM packs its weights on a CPU: start it with {plain_gemm.VARIABLE}=1")
@@ -89,10 +89,6 @@ def _check_method(name: str, module: Any, method: Any) -> None:
             raise _refusal(name, kind, f"the backend {backend} repacks experts: start vLLM with --moe-backend triton")
     elif not is_read_as_loaded(module):
         raise _refusal(name, kind, "what this quantisation does to the weights is not known")
-
-
-def _on_cpu(module: Any) -> bool:
-    return any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
 
 
 def _check_backend(name: str, module: Any) -> None:
