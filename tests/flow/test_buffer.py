@@ -84,7 +84,7 @@ def test_a_full_buffer_drops_what_would_be_too_old_first() -> None:
     for number, version in enumerate((9, 8, 9, 9)):
         assert buffer.add(part(number, version))
     assert buffer.add(part(4, 9))
-    assert sorted(buffer.numbers()) == [0, 2, 3, 4]
+    assert sorted(buffer.state.ready) == [0, 2, 3, 4]
     assert not buffer.add(part(5, 8))
     assert buffer.state.dropped == {"surplus": 2}
 

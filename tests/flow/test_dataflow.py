@@ -323,9 +323,9 @@ def test_a_window_is_played_at_its_versions_beside_the_training() -> None:
         (8, "small", {"p": 0}),
     ]
     flow.push(group(tasks[0], "w0", rewards=(0.0, 1.0, 0.0, 0.0)))
-    assert not flow.window(opening)["done"]
+    assert not flow.status()["windows"][opening]["done"]
     flow.push(group(tasks[1], "w0", rewards=(1.0, 1.0, 1.0, 1.0)))
-    found = flow.window(opening)
+    found = flow.status()["windows"][opening]
     assert found["done"]
     assert found["rewards"] == {"p": 0.625}
     assert found["pass"] == pytest.approx({1: 0.625, 2: 0.75, 3: 0.875, 4: 1.0})
@@ -343,12 +343,11 @@ def test_a_window_ends_although_a_task_is_given_up() -> None:
     task = flow.take("w0")
     assert task is not None
     flow.give_back("w0", task.number, "failed")
-    assert flow.window(opening)["done"]
-    assert flow.window(opening)["given_up"] == 1
+    window = flow.status()["windows"][opening]
+    assert window["done"]
+    assert window["given_up"] == 1
     with pytest.raises(ValueError, match="a version of each policy"):
         flow.evaluate("small", [7], {"q": 0})
-    with pytest.raises(LookupError, match="opened window"):
-        flow.window("other")
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------

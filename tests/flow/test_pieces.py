@@ -243,7 +243,7 @@ def test_a_sampler_lists_the_store_once_a_version(tiny: model.Loaded, tmp_path: 
         sampler.stage(version)
         reached = sampler.follow(version)
         assert listings == ["manifests"] * (version + 1)
-        assert (reached.version, reached.digest, reached.verified) == (version, publisher.digest, True)
+        assert (reached.version, reached.digest) == (version, publisher.digest)
 
 
 # --- engine ---------------------------------------------------------------------------------------------------

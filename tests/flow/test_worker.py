@@ -309,8 +309,8 @@ def test_exact_versions_are_played_as_they_are_asked_for(tmp_path: Path) -> None
     with world.worker():
         world.pull()
         opening = world.dataflow.evaluate("held@2", [5, 6, 7], {"solver": 1})
-        wait_for(lambda: world.dataflow.window(opening)["done"])
-        window = world.dataflow.window(opening)
+        wait_for(lambda: world.dataflow.status()["windows"][opening]["done"])
+        window = world.dataflow.status()["windows"][opening]
         assert window["given_up"] == 0
         assert set(window["pass"]) == {1, 2, 3}
         world.publish(3)

@@ -19,7 +19,6 @@ The buffer knows neither workers nor time.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -366,10 +365,6 @@ class PolicyBuffer:
             "dropped": dict(state.dropped),
             "lags": dict(sorted(state.lags.items())),
         }
-
-    def numbers(self) -> Iterable[int]:
-        """The tasks whose groups are ready."""
-        return self.state.ready
 
     def _stale(self, group: PolicyGroup) -> bool:
         if self._deterministic:

@@ -293,17 +293,13 @@ class Dataflow(StatusBoard):
     def evaluate(self, window: str, problems: list[int], versions: dict[str, int | None]) -> str:
         """Open an evaluation window: play these problems at these versions, and train on nothing of it.
 
-        Returns the name of this opening of the window, by which `window` tells about it.
+        Returns the name of this opening of the window, by which `status` tells about it.
         """
         if missing := sorted(versions.keys() ^ self._state.newest().keys()):
             raise ValueError(f"window {window!r}: expected a version of each policy and of no other: {missing}")
         opening, tasks = self._state.windows.tasks(window, problems, versions)
         self._state.record(events.Asked(self._tick(), opening, tasks))
         return opening
-
-    def window(self, opening: str) -> dict[str, Any]:
-        """How far an opening of an evaluation window is, its mean rewards and pass@k."""
-        return self._state.windows.summary(opening)
 
     def status(self) -> dict[str, Any]:
         """Everything that is counted."""

@@ -102,8 +102,6 @@ class Dispatcher:
 
     def register(self, name: str, kind: str, slots: int, policies: list[str], region: str, now: float) -> list[Lease]:
         """A worker's process starts. Returns the leases of its former life, whose tasks are handed out anew."""
-        if slots < 1:
-            raise ValueError(f"worker {name}: expected at least 1 slot, found {slots}")
         former = self._end(name, now, None) if name in self.state.workers else []
         self.state.workers[name] = Worker(name, kind, slots, policies, region)
         self._heard[name] = now

@@ -21,11 +21,9 @@ def window_of(evaluation: str) -> str:
 
 
 class Played(msgspec.Struct):
-    """A problem of a window, and how each play of it ended."""
+    """How each play of a problem of a window ended."""
 
-    problem: int
     rewards: list[dict[str, float]]
-    facts: list[dict[str, float]]
     solved: list[bool]
 
 
@@ -104,12 +102,8 @@ class EvaluationWindows:
 
     def add(self, group: EpisodeGroup) -> None:
         """A task of a window was played."""
-        played = Played(
-            group.task.problem,
-            [episode.rewards for episode in group.episodes],
-            [episode.facts for episode in group.episodes],
-            [solved(episode) for episode in group.episodes],
-        )
+        episodes = group.episodes
+        played = Played([episode.rewards for episode in episodes], [solved(episode) for episode in episodes])
         self._of(group.task).played.append(played)
 
     def give_up(self, task: Task) -> None:
@@ -120,9 +114,7 @@ class EvaluationWindows:
         windows = self.state.windows.values()
         return next(each for each in windows if each.first <= task.number < each.first + each.tasks)
 
-    def summary(self, opening: str) -> dict[str, Any]:
-        if opening not in self.state.windows:
-            raise LookupError(f"expected an opened window ({', '.join(self.state.windows)}), found {opening!r}")
+    def _summary(self, opening: str) -> dict[str, Any]:
         if opening not in self._done:
             summary = self.state.windows[opening].summary()
             if not summary["done"]:
@@ -131,7 +123,7 @@ class EvaluationWindows:
         return self._done[opening]
 
     def summaries(self) -> dict[str, dict[str, Any]]:
-        return {opening: self.summary(opening) for opening in self.state.windows}
+        return {opening: self._summary(opening) for opening in self.state.windows}
 
 
 def pass_at(k: int, plays: int, solved: int) -> float:

@@ -33,9 +33,7 @@ class Reached(NamedTuple):
 
     version: int
     digest: str  # counted over the live weights
-    verified: bool  # whether it is the version's
     route: str
-    recovered: str | None
     fetched_nbytes: int
     seconds: float
     bandwidth: float | None  # bits per second; None where too little was read to measure it
@@ -116,9 +114,7 @@ class BuiltinSampler:
         return Reached(
             version=report.version,
             digest=digest,
-            verified=digest == report.digest,
             route=report.route,
-            recovered=report.recovered,
             fetched_nbytes=report.fetched_nbytes,
             seconds=report.total_s,
             # An anchor is so large that latency does not count.

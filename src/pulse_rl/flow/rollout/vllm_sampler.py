@@ -82,9 +82,7 @@ class VllmSampler:
         return Reached(
             version=version,
             digest=digest,
-            verified=digest == report.digest,
             route=report.route,
-            recovered=None,
             fetched_nbytes=loaded_nbytes + report.fetched_nbytes,
             seconds=seconds,
             bandwidth=None,
