@@ -63,8 +63,7 @@ class FoundChanges:
 
     table: bytes
     counts: NDArray[np.int64]  # changes of each segment
-    elements: int  # that it covers
-    base: int  # the digest of these elements before, mod 2^64; 0 where it was not asked for
+    base: int  # the digest of what it covers before, mod 2^64; 0 where it was not asked for
     delta: int  # what it gains, mod 2^64
     nonfinite: int  # how many elements become NaN or infinite, less those that were
     spoilt: str  # a tensor in which some become so; empty for none
@@ -196,7 +195,6 @@ def find(
     return FoundChanges(
         stream,
         np.concatenate(counts or [np.empty(0, np.int64)]),
-        derived(table, patch_format.covered)[0],
         base & digests.MASK,
         delta & digests.MASK,
         nonfinite,
