@@ -165,6 +165,16 @@ def test_plain_workers_follow_merged_weights() -> None:
         pulse.Subscriber(store).sync(weights)
 
 
+def test_an_anchor_of_merged_weights_loads_as_a_plain_model(tmp_path: Path) -> None:
+    model = adapted()
+    pulse.Publisher(tmp_path).publish(merged_weights(model), version=0)
+    (anchor,) = (tmp_path / "anchors").iterdir()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(anchor)
+    assert bits(loaded.state_dict()) == bits(copy.deepcopy(model).merge_and_unload().state_dict())
+    assert type(loaded) is transformers.LlamaForCausalLM
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+
+
 def test_two_merged_layers_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     weights = layout(merged_weights(model))

@@ -369,9 +369,12 @@ def mixture(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_experts_are_published_live_under_the_names_of_checkpoints(kind: str, tmp_path: Path) -> None:
-    """Against what `save_pretrained` writes, before and after a step; a worker's model gets the bits in place."""
+    """Against what `save_pretrained` writes, before and after a step; a worker's model gets the bits in place.
+
+    The anchor, with the config that it got, is loaded by Transformers.
+    """
     trained, follower = mixture(kind), mixture(kind)
-    publisher = pulse.Publisher("memory://")
+    publisher = pulse.Publisher(tmp_path / "store")
     subscriber = pulse.Subscriber(publisher.history.store)
     for version in range(2):
         trained.save_pretrained(tmp_path / str(version))
@@ -386,6 +389,11 @@ def test_experts_are_published_live_under_the_names_of_checkpoints(kind: str, tm
         with torch.no_grad():
             for parameter in trained.parameters():
                 parameter.view(-1)[::7] += 1.0
+    (anchor,) = (tmp_path / "store" / "anchors").iterdir()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(anchor).state_dict()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "0").state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_names_of_checkpoints_of_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from pulse_rl.observers import LongWork
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.names import unsharded
+from pulse_rl.weights.names import ModelWeights, unsharded
 
 
 def put_anchor(
@@ -120,9 +120,9 @@ def check_assets(assets: Mapping[str, bytes]) -> None:
             raise ValueError(f"assets: {name!r} is a name of the anchor's own files: choose another")
 
 
-def model_config(model: Any, cast: str | None) -> dict[str, bytes]:
+def model_config(weights: Any, cast: str | None) -> dict[str, bytes]:
     """The config.json of a Transformers model, or of a config, with which anchors load as they are; else nothing."""
-    model, name = unsharded(model)
+    model, name = unsharded(weights.model if isinstance(weights, ModelWeights) else weights)
     config = getattr(model, "config", model)
     if not hasattr(config, "to_json_string"):
         return {}

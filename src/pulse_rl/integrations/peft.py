@@ -22,7 +22,7 @@ from typing import Any
 from pulse_rl.errors import require
 from pulse_rl.weights.bits import is_dtensor
 from pulse_rl.weights.computed import Computed
-from pulse_rl.weights.names import own_names, unwrap
+from pulse_rl.weights.names import ModelWeights, own_names, unwrap
 
 _KEPT = 2  # merged layers in memory: threads that read a tensor's end and the next one's beginning
 
@@ -88,7 +88,7 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
         adapters: The names of the adapters to merge. Default: the active ones.
 
     Returns:
-        Name → tensor. They can be published, not synced to.
+        Name → tensor, whose anchors get the base model's config.json. They can be published, not synced to.
 
     Raises:
         TypeError: The model has no adapter that can be merged, or sharded layers.
@@ -129,7 +129,7 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
                 f"{name!r}"
             )
     names = own_names(base, found)
-    return {names[name]: tensor for name, tensor in found.items()}
+    return ModelWeights({names[name]: tensor for name, tensor in found.items()}, base)
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ only names, which stay as they are. PEFT is no wrapper in this sense: adapters c
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pulse_rl.logs import logger
@@ -56,6 +56,14 @@ def unsharded(model: Any) -> tuple[Any, str]:
     if fsdp is not None and isinstance(model, fsdp.FSDPModule):
         kind = kind.__mro__[2]  # made of FSDPModule and this one
     return model, kind.__name__
+
+
+class ModelWeights(dict[str, Any]):
+    """Weights of a model under other names than its own, and the model, whose config an anchor of them gets."""
+
+    def __init__(self, weights: Mapping[str, Any], model: Any) -> None:
+        super().__init__(weights)
+        self.model = model
 
 
 def own_names(model: Any, names: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 
 from pulse_rl.errors import require
 from pulse_rl.weights.layout import layout, named_tensors
-from pulse_rl.weights.names import unwrap
+from pulse_rl.weights.names import ModelWeights, unwrap
 
 _transformers = require("transformers", "run")
 
@@ -33,7 +33,7 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
         model: A `PreTrainedModel`, also in DDP or compiled, of which this process has all weights.
 
     Returns:
-        Name → tensor; each is memory of the model.
+        Name → tensor; each is memory of the model. Anchors of them get its config.json.
 
     Raises:
         TypeError: The model is none of Transformers' or is sharded, or its checkpoints have tensors that Transformers
@@ -48,7 +48,7 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, whose models have the names of their checkpoints
-        return live
+        return ModelWeights(live, model)
     found = revert_weight_conversion(model, {name: tensor.as_subclass(_Live) for name, tensor in live.items()})
     memory = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     for name, tensor in found.items():
@@ -57,4 +57,4 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
                 f"tensor {name!r}: expected a part of the model's memory, found a copy, which Transformers computes to "
                 "save it: publish transformers.core_model_loading.revert_weight_conversion(model, model.state_dict())"
             )
-    return {name: tensor.as_subclass(torch.Tensor) for name, tensor in found.items()}
+    return ModelWeights({name: tensor.as_subclass(torch.Tensor) for name, tensor in found.items()}, model)
