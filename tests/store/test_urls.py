@@ -1,6 +1,7 @@
 """What a user's text for a store means. A slip in a URL must not publish into the working directory."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,21 @@ def test_a_url_with_a_slip_is_refused(
         with pytest.raises(ValueError, match="expected"):
             pulse.status(text)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", [3, None, b"run-a", {"weight": np.zeros(3, np.float32)}])
+def test_what_is_no_store_is_refused_where_it_is_given(wrong: Any) -> None:
+    """As weights are that were given in its place: not by an AttributeError at the first publish."""
+    for opens in (
+        pulse.Publisher,
+        pulse.Subscriber,
+        pulse.status,
+        pulse.verify,
+        lambda store: pulse.StoreGroup(store, rank=0, world_size=1),
+        lambda store: pulse.load_assets(store, "model"),
+    ):
+        with pytest.raises(TypeError, match=f"store: expected a URL, a path or .*, found {type(wrong).__name__}"):
+            opens(wrong)
 
 
 def test_paths_that_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from pulse_rl.log.objects import ObjectRef, create, fetch
 from pulse_rl.log.signing import Keys, PrivateKey, PublicKey
 from pulse_rl.patch.format import check_version
 from pulse_rl.store.base import Store, read_up_to
-from pulse_rl.store.opening import open_store
+from pulse_rl.store.opening import as_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
 KEPT_TRAILS = 8  # in memory
@@ -75,10 +75,8 @@ class History(Versions):
         patience: float = PATIENCE_S,
         view: str | None = None,
     ) -> None:
-        # open_store refuses None, which an unset setting gives.
-        opened = open_store(store) if isinstance(store, str | Path | None) else store
         self._patience = patience
-        super().__init__(patient(opened, patience), Keys(sign_with, public_key), view)
+        super().__init__(patient(as_store(store), patience), Keys(sign_with, public_key), view)
 
     def of(self, view: str) -> History:
         """The history of one of its views.

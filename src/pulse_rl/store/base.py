@@ -6,7 +6,7 @@ consists of: where a pruned history begins, and the heartbeats of subscribers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from pulse_rl.errors import StoreError
 
@@ -25,6 +25,7 @@ class ObjectInfo(NamedTuple):
     modified: float
 
 
+@runtime_checkable
 class Store(Protocol):
     """A flat set of named, immutable objects.
 

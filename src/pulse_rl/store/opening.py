@@ -50,6 +50,17 @@ def open_store(url: str | Path, *, cache: bool | str | Path = False, cache_nbyte
     return cached(_open(url), cache, cache_nbytes)
 
 
+def as_store(store: Store | str | Path) -> Store:
+    """The store itself, or that of a URL or a path. TypeError for all else, such as the None of an unset setting."""
+    if isinstance(store, str | Path):
+        return open_store(store)
+    if not isinstance(store, Store):
+        raise TypeError(
+            f"store: expected a URL, a path or an object with the methods of pulse.Store, found {type(store).__name__}"
+        )
+    return store
+
+
 def _open(url: str | Path) -> Store:
     if not isinstance(url, str | Path):
         raise TypeError(f"store: expected a URL or a path, found {type(url).__name__}")

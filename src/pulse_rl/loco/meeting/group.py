@@ -26,7 +26,7 @@ from pulse_rl.loco.trainer import Trainer
 from pulse_rl.log.signing import Keys
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
-from pulse_rl.store.opening import open_store
+from pulse_rl.store.opening import as_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class StoreGroup:
             raise ValueError(
                 f"late_after: expected seconds from 0 up to timeout, or None, found {late_after} and timeout={timeout}"
             )
-        opened = open_store(store) if isinstance(store, str | Path | None) else store
-        self.store = patient(opened, patience)
+        self.store = patient(as_store(store), patience)
         self.late_after = late_after
         board = Board(self.store, Keys(sign_with, public_key), RankPlace(rank, world_size))
         meeting = Meeting(board, late_after=late_after, timeout=timeout)
