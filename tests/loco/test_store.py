@@ -10,7 +10,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
-from pulse_rl.loco.meeting import names
+from pulse_rl.loco.meeting import commits, names
 from pulse_rl.store.base import Store
 from tests.loco.naive import Naive
 from tests.loco.ranks import bits, trainable
@@ -290,6 +290,24 @@ def test_trainers_that_count_rounds_end_together_after_a_restart(store: Store) -
     with pytest.raises(pulse.ExchangeError, match=told) as caught:
         late.rounds()
     assert caught.value.ranks == (0,)
+
+
+def test_who_is_waited_for_is_logged_before_the_timeout(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a trainer that others left alone: before the run, and in a round. Not at each look for them."""
+    monkeypatch.setattr(commits, "SILENCE_S", 0.05)
+    with pytest.raises(pulse.ExchangeError):
+        enter(Trainer(store, 1, timeout=0.3))
+    alone = caplog.messages.copy()
+    caplog.clear()
+    waiting = Trainer(store, 0, timeout=0.3)
+    enter(waiting)
+    with pytest.raises(pulse.ExchangeError):
+        waiting.rounds()
+    for told, expected in ((alone, "rank 1 waits for rank 0 of 2"), (caplog.messages, "rank 0 waits for rank 1 of 2")):
+        assert 1 <= len(told) <= 3
+        assert all(message.startswith(expected) for message in told)
 
 
 def test_a_checkpoint_within_a_round_resumes_bit_for_bit(store: Store) -> None:

@@ -31,6 +31,7 @@ from pulse_rl.loco.trainer import Trainer
 from pulse_rl.logs import logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+SILENCE_S = 10.0  # of waiting, after which the log says for whom
 
 log = logger(__name__)
 
@@ -58,6 +59,16 @@ class Meeting:
         self.timeout = timeout
         self.heard: set[str] = set()  # names of stops that are dealt with
         self.repairs = Repairs(board, timeout)
+        self._silence = SILENCE_S
+
+    def report_wait(self, waited: float, whom: str) -> None:
+        """Log for whom this trainer has waited these seconds, at twice as long a wait each time.
+
+        So a rank that was not started is named soon, and one that is always slow is not named in each round.
+        """
+        if waited >= self._silence:
+            self._silence = 2 * waited
+            log.warning("rank %d waits for %s, since %.0f s of %g", self.rank, whom, waited, self.timeout)
 
     def offer(self, trainer: Trainer, sends: list[Sends], timings: Timings) -> None:
         """Put this trainer's payloads of its next round, and its offer. Raises ExchangeError if its rank has one."""
@@ -106,15 +117,17 @@ class Meeting:
             self._heed_stops(look, round)
             if self.rank in offers:
                 self.repairs.give(trainer, look)
+            lacking = [rank for rank in range(self.board.size) if rank not in offers]
             waited = time.monotonic() - began
             late = self.late_after is not None and waited >= self.late_after and self.rank in offers
-            if late or len(offers) == self.board.size:
+            if late or not lacking:
                 ready = self._add_up(trainer, [offers[rank] for rank in sorted(offers)], sends, timings)
                 if self._commit(ready.commit):
                     return ready
             elif waited > self.timeout:
-                raise self._silent(round, offers)
+                raise self._silent(round, lacking)
             else:
+                self.report_wait(waited, f"{name_ranks(lacking, self.board.size)} in round {round}")
                 time.sleep(pause)
                 pause = min(pause * 1.5, LONGEST_PAUSE_S)
 
@@ -219,8 +232,7 @@ class Meeting:
             told = stop.rank, stop.round, stop.reason
             log.warning("rank %d stopped in round %d: %s; waiting for it to be started again", *told)
 
-    def _silent(self, round: int, offers: dict[int, Offer]) -> ExchangeError:
-        lacking = [rank for rank in range(self.board.size) if rank not in offers]
+    def _silent(self, round: int, lacking: list[int]) -> ExchangeError:
         return ExchangeError(
             f"round {round}: {name_ranks(lacking, self.board.size)} did not make an offer in {self.board.store.url} "
             f"within {self.timeout:g} s: start the trainers again, and each goes on from the last committed round; if "

@@ -62,12 +62,14 @@ def _run(meeting: Meeting, trainer: Trainer) -> RunDocument:
         if meeting.rank == 0:
             _begin(meeting, trainer)
             continue
-        if time.monotonic() - began > meeting.timeout:
+        waited = time.monotonic() - began
+        if waited > meeting.timeout:
             raise ExchangeError(
                 f"rank 0 of {board.size} did not begin a run in {board.store.url} within {meeting.timeout:g} s: start "
                 "it, and then this trainer again",
                 ranks=(0,),
             )
+        meeting.report_wait(waited, f"rank 0 of {board.size} to begin a run in {board.store.url}")
         time.sleep(PAUSE_S)
     return run
 
