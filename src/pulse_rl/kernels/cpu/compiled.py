@@ -40,6 +40,7 @@ from numba.core.typed_passes import (
 from numba.core.untyped_passes import FixupArgs, GenericRewrites, IRProcessing, ReconstructSSA, TranslateByteCode
 
 from pulse_rl.logs import logger
+from pulse_rl.units import count
 
 log = logger(__name__)
 
@@ -163,7 +164,8 @@ class _Clock(event.Listener):  # type: ignore[misc]
             self.seconds += time.perf_counter() - self._begun
             if self.seconds - self._said >= SAY_EVERY:
                 self._said = self.seconds
-                log.info("compiled %d kernels in %.1f s so far; `pulse-rl warmup` does it beforehand", *self.so_far())
+                what = count(self.kernels, "kernel"), self.seconds
+                log.info("compiled %s in %.1f s so far; `pulse-rl warmup` does it beforehand", *what)
 
     def so_far(self) -> Compiling:
         return Compiling(self.kernels, self.seconds)
