@@ -15,7 +15,7 @@ from pulse_rl.cli.output import AsJson
 from pulse_rl.errors import printable
 
 if TYPE_CHECKING:
-    from pulse_rl.watch.live import Glance, Watched
+    from pulse_rl.watch.live import Watched
 
 
 def watch(
@@ -56,15 +56,12 @@ def watch(
     with output.checking():
         sources = [_source(target, max_lag) for target in targets]
     if as_json:
-        output.emit([_glance(source) for source in sources])
+        for source in sources:
+            source.look()
+        output.emit([source.glance() for source in sources])
         return
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(sources, host, port))
-
-
-def _glance(source: Watched) -> Glance:
-    source.look()
-    return source.glance()
 
 
 async def _serve(sources: list[Watched], host: str, port: int) -> None:

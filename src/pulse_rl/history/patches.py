@@ -5,7 +5,7 @@ one file and covers other elements. What is read of a file is proved before it i
 reference, or its head by the hash of the head and each span by the hash in the head.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +27,7 @@ from pulse_rl.parallel import at_once
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import EncodedPatch
 from pulse_rl.patch.format import Patch
-from pulse_rl.patch.segments import Entry, Table
+from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.targets import boxes_of, holds
 from pulse_rl.store.base import Store
 from pulse_rl.store.ranges import read_range, read_ranges
@@ -189,22 +189,17 @@ def tensors_of(parts: Sequence[Patch]) -> dict[str, TensorSpec]:
         if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
             raise PatchFormatError(f"tensor {entry.name!r}: the parts disagree about its dtype or shape")
         rows[entry.name] = entry._replace(boxes=(known.boxes if known else ()) + entry.boxes)
-    return {entry.name: TensorSpec(*entry[:3]) for entry in _complete(rows.values())}
+    return _specs(rows.values())
 
 
-def _specs(table: Table) -> dict[str, TensorSpec]:
-    return {entry.name: TensorSpec(*entry[:3]) for entry in _complete(table)}
-
-
-def _complete(table: Iterable[Entry]) -> list[Entry]:
-    """The same table. Raises PatchFormatError unless its boxes are all elements of each tensor, each once."""
-    found = list(table)
-    for entry in found:
+def _specs(table: Collection[Entry]) -> dict[str, TensorSpec]:
+    """The tensors of a table. Raises PatchFormatError unless its boxes are all elements of each, each once."""
+    for entry in table:
         if entry.boxes == (whole(entry.shape),):
             continue
         if sum(box.size for box in entry.boxes) != whole(entry.shape).size or not disjoint(entry.boxes):
             raise PatchFormatError(f"tensor {entry.name!r}: the patch does not cover each of its elements once")
-    return found
+    return {entry.name: TensorSpec(*entry[:3]) for entry in table}
 
 
 def check_promised(fetched: Fetched, link: PatchLink, held: State, tied: Mapping[str, str]) -> None:

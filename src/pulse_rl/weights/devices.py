@@ -148,12 +148,6 @@ class Cuda:
         """Wait until what is queued on the stream of this device's kernels is done."""
         self._stream.synchronize()
 
-    def _callers_stream(self) -> AbstractContextManager[object]:
-        """The caller's stream on this device is the current one, and its device."""
-        import torch
-
-        return torch.cuda.stream(torch.cuda.current_stream(self._device))
-
     def follow(self) -> None:
         """Have kernels wait for what the caller has queued. No host waits."""
         import torch
@@ -197,6 +191,8 @@ class Cuda:
     def prepare(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
     ) -> Callable[[], int | None]:
+        import torch
+
         from pulse_rl.kernels.gpu.spots import Overwrites
 
         with self.own_stream():  # the changes are copied beside what is generated meanwhile
@@ -204,7 +200,7 @@ class Cuda:
 
         def write() -> int | None:
             # The caller's own stream, so that the elements are written after all that reads the old ones.
-            with self._callers_stream():
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)):
                 return made.write()
 
         return write

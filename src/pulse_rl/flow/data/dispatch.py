@@ -13,6 +13,7 @@ last heard of. The dispatcher knows nothing of policies' samples, and is given t
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -163,11 +164,8 @@ class Dispatcher:
             worker.state = "suspect"
             self._silent[name] = self._heard.pop(name)
             self._count("suspected")
-        return [name for name, at in self._first_silent() if now - at >= self.settings.dead_after]
-
-    def _first_silent(self) -> list[tuple[str, float]]:
-        """The suspect that has been silent for longest."""
-        return [next(iter(self._silent.items()))] if self._silent else []
+        longest = islice(self._silent.items(), 1)
+        return [name for name, at in longest if now - at >= self.settings.dead_after]
 
     def _leave_load(self, worker: Worker, now: float) -> None:
         if worker.state == "live":

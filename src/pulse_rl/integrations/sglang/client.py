@@ -82,7 +82,7 @@ class _Engine:
         during, writes = "reach" if verb == "state" else verb, verb == "apply"
         paused = writes and self._paused
         if not paused:
-            self._post(during, "pause_generation", {"mode": "in_place"})
+            self._ask(during, "pause_generation", {"mode": "in_place"})
         self._stale |= writes  # until all ranks have answered
         stopped = self._stale
         try:
@@ -100,23 +100,23 @@ class _Engine:
         finally:
             self._paused = paused or stopped
             if not self._paused:
-                self._post("resume", "continue_generation", {})
+                self._ask("resume", "continue_generation", {})
 
     async def pause(self, mode: PauseMode, reset_caches: bool) -> None:
         modes = {"keep": "retract" if reset_caches else "in_place", "abort": "abort"}
         if mode not in modes:
             raise ValueError(f"pause: expected 'keep' or 'abort', as SGLang has no other, found {mode!r}")
-        self._post("apply", "pause_generation", {"mode": modes[mode]})
+        self._ask("apply", "pause_generation", {"mode": modes[mode]})
         self._paused, self._resets = True, reset_caches
 
     async def resume(self, version: str | None = None) -> None:
         if version is not None:
             await self.report(version)
-        self._post("resume", "continue_generation", {})
+        self._ask("resume", "continue_generation", {})
         self._paused = False
 
     async def report(self, version: str) -> None:
-        self._post("apply", "update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self._ask("apply", "update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def outside(self) -> Outside:
         info = self._ask("reach", "model_info", None)
@@ -137,15 +137,15 @@ class _Engine:
         order = Order(verb, secrets.token_hex(8), host, store.port, arguments)
         begin = {"selector": "target"}
         try:
-            self._post(during, "begin_weight_update", begin)
+            self._ask(during, "begin_weight_update", begin)
         except EngineError as error:
             if error.status != HTTPStatus.BAD_REQUEST:
                 raise
             # A client that died has left its session open.
-            self._post(during, "end_weight_update", {})
-            self._post(during, "begin_weight_update", begin)
+            self._ask(during, "end_weight_update", {})
+            self._ask(during, "begin_weight_update", begin)
         try:
-            self._post(
+            self._ask(
                 during,
                 "update_weights_from_tensor",
                 {
@@ -156,7 +156,7 @@ class _Engine:
                 },
             )
         finally:
-            self._post(during, "end_weight_update", {})
+            self._ask(during, "end_weight_update", {})
         try:
             found = await_answers(store, order, self._ranks, self._timeout)
         except TimeoutError as error:
@@ -179,9 +179,6 @@ class _Engine:
         if self._store is None:
             self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return self._host, self._store
-
-    def _post(self, during: str, route: str, body: dict[str, Any]) -> None:
-        self._ask(during, route, body)
 
     def _ask(self, during: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """One request. Raises EngineError."""
