@@ -21,9 +21,11 @@ def window_of(evaluation: str) -> str:
 
 
 class Played(msgspec.Struct):
-    """How each play of a problem of a window ended."""
+    """A problem of a window, and how each play of it ended."""
 
+    problem: int
     rewards: list[dict[str, float]]
+    facts: list[dict[str, float]]
     solved: list[bool]
 
 
@@ -102,8 +104,12 @@ class EvaluationWindows:
 
     def add(self, group: EpisodeGroup) -> None:
         """A task of a window was played."""
-        episodes = group.episodes
-        played = Played([episode.rewards for episode in episodes], [solved(episode) for episode in episodes])
+        played = Played(
+            group.task.problem,
+            [episode.rewards for episode in group.episodes],
+            [episode.facts for episode in group.episodes],
+            [solved(episode) for episode in group.episodes],
+        )
         self._of(group.task).played.append(played)
 
     def give_up(self, task: Task) -> None:
