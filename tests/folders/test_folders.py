@@ -25,6 +25,7 @@ from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX, write_zeros
 from pulse_rl.folders.mirror import Mirror
 from pulse_rl.folders.names import FolderName
+from pulse_rl.folders.publish import Folders
 from pulse_rl.history.manifest import manifest_name
 from tests.conftest import Trainee
 from tests.history.test_status import command
@@ -462,6 +463,21 @@ def test_a_marker_decides(tmp_path: Path) -> None:
     (tmp_path / "out" / "step_1" / "STABLE").touch()
     (report,) = publish(tmp_path / "out", tmp_path / "store", name="step_{version}", marker="STABLE")
     assert report.version == 1
+
+
+def test_what_may_never_come_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Folders of other names, and a marker that nobody writes: a wait without a word looked like a slow trainer."""
+    out = tmp_path / "out"
+    save(out / "step_1", {"a": torch.randn(8)})
+    for options, said in (
+        ({}, "checkpoint-{version}, found step_1"),
+        ({"name": "step_{version}", "marker": "S"}, "the file S"),
+    ):
+        caplog.clear()
+        looks = Folders(out, pulse.Publisher(tmp_path / "store"), **options)
+        assert (looks.publish(), looks.publish()) == (None, None)
+        (message,) = caplog.messages
+        assert said in message
 
 
 # The command

@@ -16,13 +16,13 @@ class FolderName:
                 f"found {template!r}"
             )
         before, digits, after = match.groups()
-        self._template = template
+        self.template = template
         self._width = int(digits or 1)
         self._pattern = re.compile(f"{re.escape(before)}([0-9]{{{self._width},19}}){re.escape(after)}")
 
     def of(self, version: int) -> str:
         """The name of a version's folder."""
-        return self._template.format(version=version)
+        return self.template.format(version=version)
 
     def version(self, name: str) -> int | None:
         """The version in a name; None for a name that no version has."""

@@ -32,6 +32,7 @@ log = logger(__name__)
 
 NAME = "checkpoint-{version}"
 SETTLED_S = 1.0  # nothing in a finished folder changes for so long
+SHOWN = 4  # folders of other names, in a message
 ASSETS = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # configurations, tokenizers, templates of chats
 NO_ASSETS = (INDEX, "trainer_state.json")
 _SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -52,6 +53,7 @@ class Folders:
         self._directory, self._publisher, self._name = Path(directory).absolute(), publisher, FolderName(name)
         self._marker = marker
         self._cast = None if cast is None else cast_name(cast)
+        self._told: set[str] = set()  # what is waited for; logged once, as it may never come
 
     def publish(self) -> PublishReport | None:
         """Publish the oldest finished folder that is newer than the newest version.
@@ -77,15 +79,28 @@ class Folders:
                 raise
         return None
 
+    def _tell_once(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s: waits for %s", self._directory, what)
+
     def _found(self) -> list[tuple[int, Path]]:
         """The folders that hold a version by their names, ascending. Raises FileNotFoundError."""
-        versions = ((self._name.version(path.name), path) for path in self._directory.iterdir() if path.is_dir())
-        return sorted((version, path) for version, path in versions if version is not None)
+        folders = [path for path in self._directory.iterdir() if path.is_dir()]
+        versions = ((self._name.version(path.name), path) for path in folders)
+        found = sorted((version, path) for version, path in versions if version is not None)
+        if not found:
+            names = ", ".join(sorted(path.name for path in folders)[:SHOWN]) or "none"
+            self._tell_once(f"a folder whose name is {self._name.template}, found {names}")
+        return found
 
     def _unfinished(self, folder: Path) -> str | None:
         """Why a folder does not count as finished; None if it does."""
         if self._marker is not None:
-            return None if (folder / self._marker).exists() else f"there is no {self._marker}"
+            if (folder / self._marker).exists():
+                return None
+            self._tell_once(f"a folder with the file {self._marker}")
+            return f"there is no {self._marker}"
         try:
             if not (folder / INDEX).exists() and any(_SHARD.fullmatch(file.name) for file in files_of(folder)):
                 return f"it has shards, and no {INDEX}"
