@@ -16,6 +16,7 @@ from pulse_rl.history.history import History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.log.objects import limit_of
 from pulse_rl.log.sealed import seal
+from pulse_rl.store.around import StoreAround
 from pulse_rl.store.base import Store
 from tests.history.test_status import Run
 
@@ -113,9 +114,7 @@ def test_a_server_that_answers_to_every_name(sound: bool, monkeypatch: pytest.Mo
     (first,) = History(store).manifests()
     monkeypatch.setattr(versions, "MAX_PROBED", 5000)
 
-    class Everything:
-        url = "https://host/a"
-
+    class Everything(StoreAround):
         def list(self, prefix: str, after: str = "") -> Any:
             raise CannotListError("no listing")
 
@@ -126,7 +125,7 @@ def test_a_server_that_answers_to_every_name(sound: bool, monkeypatch: pytest.Mo
             manifest = msgspec.structs.replace(first, sequence=sequence, anchor=(), patch=None)
             yield memoryview(seal(manifest, None) if sound else b"<html>every address has a page here</html>")
 
-    history = History(Everything())  # type: ignore[arg-type]
+    history = History(Everything(store))
     for look in (history.sequences, history.head, history.manifests):
         with pytest.raises(pulse.IntegrityError, match="does its server answer to every name"):
             look()
