@@ -2,7 +2,7 @@
 
     PULSE_RL_PLAIN_GEMM=1 python -m bench.engine.architectures [NAME …] > table.md
 
-For each architecture a tiny model with random weights is saved as a checkpoint and loaded by vLLM in process. Two
+For each architecture a tiny model with random weights is published, and its anchor loaded by vLLM in process. Two
 versions more are published, each with 3 % of all elements changed. The engine is brought to each of them in place; its
 greedy tokens and log-probabilities have to equal those of a fresh engine that has loaded that version's anchor. Needs
 vLLM and Transformers; everything is local. The engines run in a second process, which is started again if one kills it.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -209,12 +208,12 @@ def generate(engine: Any) -> list[Any]:
 
 
 def make_versions(name: str, directory: Path) -> None:
-    """Save the first version as a checkpoint, and publish all versions with their anchors."""
+    """Publish a model's live weights once with patches and once with anchors alone, which engines load."""
     import torch
     import transformers
-    from safetensors.torch import load_file
 
     import pulse_rl as pulse
+    from pulse_rl.integrations.transformers import checkpoint_weights
 
     one = ARCHITECTURES[name]
     torch.manual_seed(0)
@@ -223,18 +222,14 @@ def make_versions(name: str, directory: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)  # norms that are not all ones
-    model.save_pretrained(directory / "0")
-    weights = load_file(directory / "0" / "model.safetensors")
+    weights = checkpoint_weights(model)
     followed = pulse.Publisher(directory / "history", anchor_every=50)
-    anchored = pulse.Publisher(directory / "anchors", anchor_every=1)
+    anchored = pulse.Publisher(directory / "store", anchor_every=1)
     for version in (0, *VERSIONS):
         followed.publish(weights, version=version)
         anchored.publish(weights, version=version)
-        if version:
-            shutil.copytree(directory / "0", directory / str(version))
-            head = anchored.history.head()
-            (anchor,) = [ref for ref in (head.anchor if head else ()) if ref.name.endswith(".safetensors")]
-            shutil.copyfile(directory / "anchors" / anchor.name, directory / str(version) / "model.safetensors")
+        (anchor,) = (directory / "store" / "anchors").glob(f"{version:012}-*")
+        (directory / str(version)).symlink_to(anchor)
         for tensor in weights.values():
             chosen = torch.rand(tensor.shape) < max(CHANGED, FEWEST / tensor.numel())
             tensor[chosen] += (0.1 * torch.randn(tensor.shape)).to(tensor.dtype)[chosen]

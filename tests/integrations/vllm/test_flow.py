@@ -41,7 +41,8 @@ def test_a_killed_worker_leaves_no_engine_and_its_next_life_ends_with_the_last_b
         until(process, lambda: done() >= 3)
         (worker,) = children("ray::RolloutProcess", process.pid)
         engine = psutil.Process(worker).children(recursive=True)
-        assert any("VLLM" in part for each in engine for part in each.cmdline())
+        titles = [" ".join(each.cmdline()) for each in engine]
+        assert any("VLLM" in title for title in titles), titles
         os.kill(worker, signal.SIGKILL)
         _, alive = psutil.wait_procs(engine, timeout=60)
         assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
