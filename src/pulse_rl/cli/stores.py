@@ -211,9 +211,7 @@ def copy(
     from pulse_rl import copy_history
 
     with output.progress("copy") as update:
-        report = copy_history(
-            source, target, public_key=public_key, progress=lambda done, total, what: update(done, total, what)
-        )
+        report = copy_history(source, target, public_key=public_key, progress=update)
     if as_json:
         output.emit(report)
         return
