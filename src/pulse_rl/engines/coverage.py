@@ -11,8 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from pulse_rl.engines.geometry import Copied, CopiedAxis, NotBoxes, Strided, cells, row_major
-from pulse_rl.engines.tracing import LoaderOverwrite, Trace, storage_of
-from pulse_rl.errors import UnmappedError
+from pulse_rl.engines.tracing import LoaderOverwrite, Trace, storage_of, unmapped
 from pulse_rl.weights.box_sets import disjoint
 from pulse_rl.weights.boxes import Box
 
@@ -35,9 +34,9 @@ def check_coverage(model: torch.nn.Module, trace: Trace, derived: Iterable[torch
         missing = parameter.numel() - sum(box.size for box in boxes)
         if missing > 0:
             what = "no published tensor feeds it" if not boxes else f"published tensors do not feed {missing} elements"
-            raise _refusal(name, what)
+            raise unmapped(f"parameter {name!r}", what, name)
         if not disjoint(boxes):
-            raise _refusal(name, "published tensors overlap in it")
+            raise unmapped(f"parameter {name!r}", "published tensors overlap in it", name)
 
 
 def _check_order(trace: Trace) -> None:
@@ -49,9 +48,7 @@ def _check_order(trace: Trace) -> None:
         for other in others.get(storage_of(copy.memory), ()):
             if number < other.after and overlap(copy.memory, other.memory):
                 reason = "the engine fills or computes its memory after it has copied it"
-                raise UnmappedError(
-                    f"tensor {copy.name!r} cannot be followed in place: {reason}", name=copy.name, reason=reason
-                )
+                raise unmapped(f"tensor {copy.name!r}", reason, copy.name)
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -77,8 +74,4 @@ def _boxes(name: str, parameter: torch.Tensor, part: torch.Tensor) -> list[Box]:
         copied = memory.view(Strided.of(part), Strided(0, tuple(part.shape), row_major(tuple(part.shape))))
         return [cell.box for cell in cells(shape, copied)]
     except NotBoxes as error:
-        raise _refusal(name, f"a part of it is written as {error}") from None
-
-
-def _refusal(name: str, reason: str) -> UnmappedError:
-    return UnmappedError(f"parameter {name!r} cannot be followed in place: {reason}", name=name, reason=reason)
+        raise unmapped(f"parameter {name!r}", f"a part of it is written as {error}", name) from None

@@ -19,8 +19,7 @@ import torch
 
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.engines.coverage import overlap
-from pulse_rl.engines.tracing import LoadWeights, Trace, storage_of, torch_dtype
-from pulse_rl.errors import UnmappedError
+from pulse_rl.engines.tracing import LoadWeights, Trace, storage_of, torch_dtype, unmapped
 from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import TensorSpec
 
@@ -59,9 +58,7 @@ class Rebuilding:
                 for result, kept in zip(one.results, before, strict=True):
                     result.copy_(kept)
                 reason = "what it has computed from its weights is not what it computes from them now"
-                raise UnmappedError(
-                    f"{one.module!r} cannot be followed in place: {reason}", name=one.module, reason=reason
-                )
+                raise unmapped(repr(one.module), reason, one.module)
             self._built_from[number] = _bits(one.sources)
 
     def refresh(self) -> int:

@@ -70,6 +70,11 @@ class _Known(NamedTuple):
     keep: torch.Tensor  # so that no other storage gets its address
 
 
+def unmapped(what: str, reason: str, name: str | None) -> UnmappedError:
+    """The error for what of an engine cannot be followed in place. name: as of the error."""
+    return UnmappedError(f"{what} cannot be followed in place: {reason}", name=name, reason=reason)
+
+
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """The dtype of a published tensor. Raises UnmappedError for one that torch does not have."""
     if spec.dtype not in _TORCH:

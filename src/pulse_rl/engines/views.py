@@ -15,8 +15,7 @@ from pulse_rl.engines.adoption import prove
 from pulse_rl.engines.coverage import check_coverage
 from pulse_rl.engines.derived import Derived, Rebuilding, computed, recomputed
 from pulse_rl.engines.geometry import NotBoxes, cells
-from pulse_rl.engines.tracing import LoaderCopy, LoadWeights, storage_of, torch_dtype, trace
-from pulse_rl.errors import UnmappedError
+from pulse_rl.engines.tracing import LoaderCopy, LoadWeights, storage_of, torch_dtype, trace, unmapped
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.history import History
 from pulse_rl.logs import logger
@@ -73,15 +72,13 @@ class LiveViews:
         sources = {one.module: one.sources[0] for one in again}
         derived = list(derived)
         for name, reason in found.refused.items():
-            if name in sources:
-                continue
-            raise UnmappedError(f"tensor {name!r} cannot be followed in place: {reason}", name=name, reason=reason)
+            if name not in sources:
+                raise unmapped(f"tensor {name!r}", reason, name)
         check_coverage(model, found, (result for one in derived for result in one.results))
         copies: dict[str, list[LoaderCopy]] = {}
         for copy in found.copies:
-            if copy.name in sources:
-                continue
-            copies.setdefault(copy.name, []).append(copy)
+            if copy.name not in sources:
+                copies.setdefault(copy.name, []).append(copy)
         owners = {storage_of(owner): owner for owner in (*model.buffers(), *model.parameters())}
         views = {name: _view(name, named[name], copies[name], owners) for name in named if name in copies}
         unheld = {name: spec for name, spec in tensors.items() if name not in copies and name not in sources}
@@ -145,10 +142,7 @@ def _view(name: str, spec: TensorSpec, copies: list[LoaderCopy], owners: Mapping
         if not disjoint(list(found)):
             raise NotBoxes("elements that the engine holds twice")
     except NotBoxes as error:
-        reason = f"it is made of {error}"
-        raise UnmappedError(
-            f"tensor {name!r} cannot be followed in place: {reason}", name=name, reason=reason
-        ) from None
+        raise unmapped(f"tensor {name!r}", f"it is made of {error}", name) from None
     if list(found) == [whole(spec.shape)]:
         return next(iter(found.values()))
     return [Shard(memory, shape=spec.shape, offset=box.offset) for box, memory in found.items()]

@@ -14,6 +14,7 @@ import torch
 
 from pulse_rl import TensorSpec
 from pulse_rl.engines.derived import Derived
+from pulse_rl.engines.tracing import unmapped
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import UnmappedError
 from pulse_rl.integrations.vllm import plain_gemm
@@ -111,6 +112,4 @@ def _mla(name: str, module: Any, process: Callable[[], None]) -> Derived:
 
 
 def _refusal(name: str, kind: str, reason: str) -> UnmappedError:
-    return UnmappedError(
-        f"module {name!r} ({kind}) cannot be followed in place: {reason}", name=name or None, reason=reason
-    )
+    return unmapped(f"module {name!r} ({kind})", reason, name or None)
