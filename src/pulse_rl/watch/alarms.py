@@ -157,7 +157,7 @@ def alarms_of_records(
     if not records:
         return ()
     newest = records[-1]
-    lags = [_lags(record) for record in records[-PATIENT:]]
+    lags = [lags_of(record) for record in records[-PATIENT:]]
     behind = [
         Behind(who, lag, bound)
         for who, lag in lags[-1].items()
@@ -180,8 +180,8 @@ def alarms_of_records(
     )
 
 
-def _lags(record: Mapping[str, Any]) -> dict[str, int]:
-    """How far each worker was behind when a version came."""
+def lags_of(record: Mapping[str, Any]) -> dict[str, int]:
+    """How many versions each worker was behind when one came; of one that has proved none yet, nothing."""
     held = record.get("workers", {}).items()
     return {who: record["version"] - version for who, version in held if version is not None}
 

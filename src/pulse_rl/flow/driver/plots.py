@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ from pulse_rl.flow.metrics import Records
 from pulse_rl.html import charts
 from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis, Points
 from pulse_rl.html.page import Plot
-from pulse_rl.units import nbytes
+from pulse_rl.units import count, nbytes
+from pulse_rl.watch.alarms import lags_of
 
 SMOOTH = 8  # versions over which rewards are averaged
 LINES = 6  # workers that have a line each; of more, the one furthest behind, the median and the nearest
@@ -29,11 +30,11 @@ def headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     part = max(1, len(rewards) // 4)
     proved = sum(worker["verified"] for worker in summary["workers"])
     found = [
-        ("first reward", f"{_mean(rewards[:part]):.3f}", f"mean of {_count(part, 'version')}"),
-        ("last reward", f"{_mean(rewards[-part:]):.3f}", f"mean of {_count(part, 'version')}"),
-        ("mean density", f"{_mean(summary['density']):.3%}", "of elements change per version"),
+        ("first reward", f"{fmean(rewards[:part]):.3f}", f"mean of {count(part, 'version')}"),
+        ("last reward", f"{fmean(rewards[-part:]):.3f}", f"mean of {count(part, 'version')}"),
+        ("mean density", f"{fmean(summary['density']):.3%}", "of elements change per version"),
         ("lowest sparsity", f"{1 - max(summary['density']):.3%}", "of all versions"),
-        ("bytes per version", nbytes(_mean(sent)), f"instead of {nbytes(summary['full_nbytes'])}"),
+        ("bytes per version", nbytes(fmean(sent)), f"instead of {nbytes(summary['full_nbytes'])}"),
         ("reduction", f"{summary['reduction']:,.0f} ×", "fewer bytes than full weights"),
         ("workers proved", f"{proved} of {len(summary['workers'])}", "hold what they were sent, bit for bit"),
     ]
@@ -46,7 +47,7 @@ def headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _kept(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record that are drawn."""
-    lags = _lags(record).values() or (np.nan,)
+    lags = lags_of(record).values() or (np.nan,)
     found = {name: record[name] for name in _DRAWN} | {
         "rest_s": max(0.0, record["total_s"] - sum(record[name] for name in ("wait_s", "train_s", "publish_s"))),
         "most": max(lags),
@@ -56,7 +57,7 @@ def _kept(record: dict[str, Any]) -> dict[str, float]:
     if (sync := record.get("trainer_sync")) is None:
         return found
     return found | {
-        "sent_nbytes": _mean(sync["sent_nbytes"]),
+        "sent_nbytes": fmean(sync["sent_nbytes"]),
         **{f"sync_{name}": sync[name] for name in ("dense_nbytes", "ddp_nbytes", "density")},
     }
 
@@ -74,11 +75,6 @@ _DRAWN = (
     "train_s",
     "publish_s",
 )
-
-
-def _lags(record: dict[str, Any]) -> dict[str, int]:
-    """How many versions each worker was behind; of one that has proved none yet, nothing."""
-    return {name: record["version"] - held for name, held in sorted(record["workers"].items()) if held is not None}
 
 
 class Series:
@@ -101,7 +97,7 @@ class Series:
             if view["patch_nbytes"]:
                 self._views.setdefault(view["name"], []).append((record["step"], view["patch_nbytes"]))
         if len(self._lags) <= LINES:
-            for name, lag in _lags(record).items():
+            for name, lag in sorted(lags_of(record).items()):
                 self._lags.setdefault(name, []).append((record["step"], lag))
 
     def of(self, name: str) -> Points:
@@ -258,11 +254,3 @@ def versions(records: Records) -> Table:
     """The last versions."""
     rows = [[form(record[name]) for name, (_, form) in COLUMNS.items()] for record in records[-LISTED:]]
     return [title for title, _ in COLUMNS.values()], rows
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
