@@ -100,7 +100,8 @@ def _narrow(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return bits
 
 
-def _widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+def widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers that bfloat16 bits encode."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -127,7 +128,7 @@ def _compressed_tensors(most: np.float32, how: int) -> RuleTable:
     of 0 its epsilon."""
     bits = _narrow(_FLOATS / most)
     bits = np.where(bits == 0, np.uint16(0x3C00), bits)
-    return RuleTable.of("BF16", bits, _widen(bits), how)
+    return RuleTable.of("BF16", bits, widen(bits), how)
 
 
 def _vllm_rows() -> RuleTable:
@@ -154,15 +155,15 @@ def _compressed_tensors_mx(exponent: int, how: int) -> RuleTable:
     below the largest code: 2^8 for E4M3, 2^2 for E2M1."""
     rounded = np.arange(1 << 15, dtype=np.uint16) + np.uint16(1 << 5) & np.uint16(0xFF80)
     with np.errstate(divide="ignore"):
-        exponents = np.floor(np.log2(_widen(rounded)))
+        exponents = np.floor(np.log2(widen(rounded)))
     bits = np.clip(127 + exponents - exponent, 0, 255).astype(np.uint8)
     return RuleTable.of("U8", bits, np.ldexp(np.float32(1), bits.astype(np.int32) - 127), how)
 
 
 def _global_scales() -> NDArray[np.float32]:
     """448 · 6 times the reciprocal of the largest magnitude of all, each in bfloat16; 1 where that is not finite."""
-    reciprocals = _widen(_narrow((1 / np.maximum(_FLOATS, _TINY)).astype(np.float32)))
-    found = _widen(_narrow(reciprocals * np.float32(448 * 6)))
+    reciprocals = widen(_narrow((1 / np.maximum(_FLOATS, _TINY)).astype(np.float32)))
+    found = widen(_narrow(reciprocals * np.float32(448 * 6)))
     return np.where(np.isfinite(found), found, np.float32(1))
 
 
@@ -170,7 +171,7 @@ def _nvfp4(widest: int) -> RuleTable:
     """The largest magnitude / 6 in bfloat16, times the global scale, in E4M3, and an eighth in place of 0; values are
     divided by that over the global scale. widest: bits of the largest magnitude of all."""
     bits, overall = np.empty(1 << 15, np.uint8), _global_scales()[widest]
-    cast(_widen(_narrow(_FLOATS / LARGEST_FP4)) * overall, FORMATS["float8_e4m3fn"], bits)
+    cast(widen(_narrow(_FLOATS / LARGEST_FP4)) * overall, FORMATS["float8_e4m3fn"], bits)
     bits[bits == 0] = 0x20
     exponents, mantissas = (bits >> 3).astype(np.int32), (bits & 7).astype(np.float32)
     values = np.ldexp(mantissas + np.where(exponents > 0, np.float32(8), np.float32(0)), np.maximum(exponents, 1) - 10)

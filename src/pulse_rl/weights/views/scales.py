@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.weights.views.formats import ViewFormat
-from pulse_rl.weights.views.rules import RuleTable, global_table, rule_table
+from pulse_rl.weights.views.rules import RuleTable, global_table, rule_table, widen
 
 
 class Scales:
@@ -100,7 +100,7 @@ class Scales:
         due: NDArray[np.uint16] = table.numbers[largest]
         if self._form.view.scales == "plain":
             return due
-        wide, high = (_float(bits) for bits in (table.widest[held], largest))
+        wide, high = map(widen, (table.widest[held], largest))
         with np.errstate(invalid="ignore"):  # NaN
             stays = (high <= wide) & (high >= np.float32(self._form.view.keep) * wide)
         return np.where(stays, held, due)
@@ -113,7 +113,3 @@ class Scales:
         if overall is not None:
             self._take(family, global_table().numbers_of(overall)[0])
         self.numbers[blocks] = self._tables[family].numbers_of(scales)
-
-
-def _float(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
