@@ -90,11 +90,6 @@ class LiveViews:
         """Published tensors that the engine does not hold: its loader passes them over. From `prove` on: on no rank."""
         return self._ignored
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Host memory of the tensors that lie nowhere in the engine. They are kept since the digest counts them."""
-        return sum(tensor.nbytes for tensor in self._kept.values())
-
     def weights(self) -> dict[str, Any]:
         """Published name → tensor, Shard or list of Shards; the same memory each time."""
         return {**self._views, **self._kept}
