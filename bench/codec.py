@@ -28,7 +28,7 @@ from pulse_rl.dtypes import UINTS
 from pulse_rl.parallel import threads
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
-from pulse_rl.patch.encode import encode
+from pulse_rl.patch.encode import find
 from pulse_rl.patch.live import resolve
 from pulse_rl.patch.verbs import pair
 from pulse_rl.units import nbytes
@@ -260,9 +260,9 @@ class _Patch:
         self._base_digest = base_digest
 
     def encode(self, old: Weights, new: Weights) -> bytes:
-        return encode(old.tensors, new.tensors, base=0, target=1, codecs=[self._codec], base_digest=self._base_digest)[
-            0
-        ].data
+        found, before = find(old.tensors, new.tensors, codecs=[self._codec]), self._base_digest
+        (coded,) = found.code()
+        return coded.finish(base=0, target=1, base_digest=before, target_digest=before + found.delta).data
 
     def decode(self, patch: bytes, live: Weights) -> Callable[[], None]:
         parsed = patch_format.unpack(patch)

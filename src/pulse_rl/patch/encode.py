@@ -120,17 +120,15 @@ def encode(
     base: int,
     target: int,
     codecs: Sequence[Codec],
-    base_digest: int | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> list[EncodedPatch]:
     """Make the patch from old to new, of whole weights, once with each codec.
 
-    old, new: the same tensors in canonical order. base_digest: the digest of old if it is known; otherwise it is
-    computed in the same pass. tied: further names → the name in new that stands for them. Reads the new weights once.
+    old, new: the same tensors in canonical order. tied: further names → the name in new that stands for them. Reads
+    the new weights once.
     """
-    found = find(old, new, codecs=codecs, digest_old=base_digest is None, tied=tied)
-    before = found.base if base_digest is None else base_digest
-    after = before + found.delta
+    found = find(old, new, codecs=codecs, digest_old=True, tied=tied)
+    before, after = found.base, found.base + found.delta
     return [one.finish(base=base, target=target, base_digest=before, target_digest=after) for one in found.code()]
 
 
