@@ -15,7 +15,7 @@ the token, whatever led to the live weights. The assumption is that clipping bou
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,21 +32,30 @@ from pulse_rl.weights.layout import layout
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
 
 
-class TrainerGroup(Protocol):
-    """All trainers of a policy, as one of them sees them. Each method is collective, but for weights and state."""
+class TrainerGroup:
+    """All trainers of a policy, as one of them sees them; of this class itself, a trainer without others.
+
+    Each method is collective, but for weights and state.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
 
     @property
     def step(self) -> int | None:
         """Steps done, where the group knows better than a checkpoint; otherwise None."""
+        return None
 
     def __enter__(self) -> Self:
         """Join the others."""
+        return self
 
     def __exit__(self, *exception: object) -> None:
         """Leave the others."""
 
     def passes(self, number: int) -> int:
         """How many forward and backward passes to make in a step of which this trainer needs so many."""
+        return number
 
     def average_gradients(self) -> None:
         """Call in every step, between the backward pass and the clipping of gradients."""
@@ -56,63 +65,28 @@ class TrainerGroup(Protocol):
 
         Raises IntegrityError if the trainers do not hold the same weights.
         """
+        return [record], {}
 
     def weights(self) -> Weights:
         """What all trainers share after a round: the same bits on each."""
+        return self._model
 
     def agree(self, number: int) -> int:
         """Rank 0's number, once all have called it."""
+        return number
 
     def barrier(self) -> None:
         """Wait until all have called it."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint after a round must hold, in addition to the model and the optimizer."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state, before the others are joined."""
 
 
-class SoloTrainer:
-    """A trainer without others: nothing to exchange, nobody to wait for."""
-
-    step: int | None = None
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def passes(self, number: int) -> int:
-        return number
-
-    def average_gradients(self) -> None:
-        pass
-
-    def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        return [record], {}
-
-    def weights(self) -> Weights:
-        return self._model
-
-    def agree(self, number: int) -> int:
-        return number
-
-    def barrier(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class SeveralTrainers(SoloTrainer):
+class SeveralTrainers(TrainerGroup):
     """Trainers in a process group; what they exchange is up to the subclasses."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:

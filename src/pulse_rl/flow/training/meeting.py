@@ -18,12 +18,12 @@ from pulse_rl import Membership, StoreGroup
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Rounds, Weights
-from pulse_rl.flow.training.group import merge_rounds
+from pulse_rl.flow.training.group import TrainerGroup, merge_rounds
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S
 
 
-class RestartableTrainers:
-    """A TrainerGroup that agrees through the Dataflow; what rounds are exchanged through is up to the subclasses."""
+class RestartableTrainers(TrainerGroup):
+    """Trainers that agree through the Dataflow; what rounds are exchanged through is up to the subclasses."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class RestartableTrainers:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> None:
+        super().__init__(model)
         self._recipe, self._rank, self._calls = recipe, rank, calls
         self._rounds = Rounds(recipe, model, optimizer, self._meet())
         self._elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -56,12 +57,6 @@ class RestartableTrainers:
     def _round(self) -> int:
         """Rounds done."""
         return self._rounds.loco.round
-
-    def passes(self, number: int) -> int:
-        return number
-
-    def average_gradients(self) -> None:
-        pass
 
     def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         exchanged = self._rounds.end()
