@@ -50,7 +50,7 @@ def test_the_report_says_who_waits() -> None:
     balance = flow.balance()
     assert balance.wait < 0.05
     assert balance.idle > 0.95
-    assert balance.workers == 2
+    assert balance.regions[""].workers == 2
     assert "trainers wait for batches: p" in balance.sentence()
     json.dumps(balance.plain())
 

@@ -5,7 +5,7 @@ slot is idle while it has no task. Both are shares of the last minutes, in which
 """
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 WINDOW = 120.0  # seconds in which past time loses 63 % of its weight
 
@@ -93,11 +93,6 @@ class Balance(NamedTuple):
     regions: dict[str, Region]
 
     @property
-    def workers(self) -> int:
-        """Live ones."""
-        return sum(region.workers for region in self.regions.values())
-
-    @property
     def wait(self) -> float:
         """Of the trainer that waits most."""
         return max(self.waits.values(), default=0.0)
@@ -118,14 +113,6 @@ class Balance(NamedTuple):
         """For JSON."""
         regions = {name: region._asdict() for name, region in self.regions.items()}
         return {"at": self.at, "waits": self.waits, "regions": regions, "sentence": self.sentence()}
-
-
-class Autoscaler(Protocol):
-    """What decides how many workers there should be; the driver asks it from time to time."""
-
-    def target(self, balance: Balance, workers: int) -> int:
-        """How many workers are wanted. workers: how many there are, those that are only starting included."""
-        ...
 
 
 class WaitRule:
@@ -161,6 +148,7 @@ class WaitRule:
         self._too_few_at = -math.inf
 
     def target(self, balance: Balance, workers: int) -> int:
+        """How many workers are wanted. workers: how many there are, those that are only starting included."""
         bounded = min(max(workers, self._least), self._most)
         if bounded != workers:
             self._changed = balance.at

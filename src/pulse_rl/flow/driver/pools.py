@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pulse_rl.flow.data.balance import Autoscaler, WaitRule
+from pulse_rl.flow.data.balance import WaitRule
 from pulse_rl.flow.driver.worker_pool import Reported, WorkerPool
 from pulse_rl.flow.engine import ProcessHandle, RolloutProcess, start
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
@@ -51,7 +51,7 @@ class Pools:
             for _ in range(pool.workers):
                 self._pools[pool.name].add()
         self._scale = recipe.autoscale
-        self._rule: Autoscaler | None = None
+        self._rule: WaitRule | None = None
         if scale := self._scale:
             self._rule = WaitRule(
                 least=scale.least,
