@@ -13,7 +13,6 @@ import pytest
 from pulse_rl.errors import PulseError, one_line
 from pulse_rl.flow import metrics
 from pulse_rl.flow.engine import ProcessHandle, Remote, engine
-from pulse_rl.flow.recipe import Recipe
 from tests.flow.recipe_runs import GAME, ROLES, Nodes, check, files, finish, kill, run, start, steps
 from tests.flow.runs import COMMAND, PATIENCE_S, children, until, wait_for
 
@@ -73,12 +72,12 @@ def test_a_run_without_an_address_joins_no_cluster_that_runs_already(
     with socket.create_server(("127.0.0.1", 0)) as head:
         there = f"127.0.0.1:{head.getsockname()[1]}"
         for address in (None, there):
-            with engine(Recipe(out=str(tmp_path), address=address)):
+            with engine(tmp_path, address):
                 pass
     assert [options["address"] for options in given] == ["local", there]
     assert ["object_store_memory" in options for options in given] == [True, False]
     gone = pytest.raises(PulseError, match=f"no Ray cluster answers at {there}")
-    with gone, engine(Recipe(out=str(tmp_path), address=there)):
+    with gone, engine(tmp_path, there):
         pass
     assert len(given) == 2  # Ray itself would try for minutes
 
@@ -91,7 +90,7 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(ray, "init", slow)
     said = r"^Ray did not start: The current node timed out during startup\. .*raylet"
-    with pytest.raises(PulseError, match=said), engine(Recipe(out=str(tmp_path))):
+    with pytest.raises(PulseError, match=said), engine(tmp_path):
         pass
 
 
@@ -101,7 +100,7 @@ def test_everything_of_a_run_listens_on_this_machine_alone(tmp_path: Path, monke
 
     addresses = []
     monkeypatch.setattr(ray, "init", lambda **_: addresses.append(ray._private.services.get_node_ip_address()))
-    with engine(Recipe(out=str(tmp_path))):
+    with engine(tmp_path):
         pass
     assert addresses == ["127.0.0.1"]
 
@@ -143,7 +142,7 @@ def test_a_failure_of_ray_itself_is_one_line(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(ray, "init", lambda **_: None)
     failed = pytest.raises(PulseError, match=r"^Ray failed: the store is full Memory .*…$")
-    with failed as caught, engine(Recipe(out=str(tmp_path))):
+    with failed as caught, engine(tmp_path):
         raise ray.exceptions.ObjectStoreFullError("the store is full\nMemory\n" + "report\n" * 300)
     assert len(str(caught.value)) < 400
 

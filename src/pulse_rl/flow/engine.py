@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakSet
 
 from pulse_rl.errors import ProcessDiedError, PulseError, one_line
@@ -28,17 +28,6 @@ REVIVALS = 1000  # of a service whose process dies; a fault that returns at once
 CONNECT_S = 10  # for a connection to a cluster's head
 SENTENCE = 300  # characters of a failure of Ray
 SHARE = 0.001  # of a region's resource, that each process there takes
-
-
-class RunSettings(Protocol):
-    """What the engine needs to know of a run."""
-
-    @property
-    def directory(self) -> Path: ...
-
-    @property
-    def address(self) -> str | None:
-        """A Ray cluster's address; None: this machine."""
 
 
 class Remote:
@@ -168,25 +157,28 @@ _handles: WeakSet[ProcessHandle] = WeakSet()  # those not closed: which node has
 
 
 @contextmanager
-def engine(config: RunSettings) -> Iterator[None]:
-    """Ray, on this machine or at an address, in a new namespace; shut down at the end."""
+def engine(directory: Path, address: str | None = None) -> Iterator[None]:
+    """Ray, in a new namespace; shut down at the end.
+
+    directory: of the run, for its log. address: of a Ray cluster; None for this machine.
+    """
     import ray
 
-    if config.address:
-        _connect(config.address)
+    if address:
+        _connect(address)
     for key, value in QUIET.items():
         os.environ.setdefault(key, value)
-    local = {} if config.address else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_NBYTES}
+    local = {} if address else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_NBYTES}
     # A node that belongs to no cluster gets the loopback's address: then all of Ray listens there alone.
     constants = ray._private.ray_constants
     clusters = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = clusters and config.address is not None
+    constants.ENABLE_RAY_CLUSTER = clusters and address is not None
     on_terminate = signal.getsignal(signal.SIGTERM)
     # Ray prints on stdout, which is for the summary.
-    with (config.directory / LOG).open("a", buffering=1) as log, redirect_stdout(log):
+    with (directory / LOG).open("a", buffering=1) as log, redirect_stdout(log):
         try:
             ray.init(
-                address=config.address or "local",  # without it Ray would join a cluster that runs here already
+                address=address or "local",  # without it Ray would join a cluster that runs here already
                 namespace=f"pulse-rl-{secrets.token_hex(4)}",
                 logging_level="ERROR",
                 log_to_driver=False,

@@ -146,7 +146,8 @@ def train(
             names = ", ".join(f"{name} ({_kind(policy)})" for name, policy in recipe.policies.items())
             begun = time.monotonic()
             display.log(f"starting {recipe.name}: {names}, {workers} rollout workers, in {recipe.out} …")
-            with _on_failure(recipe), engine(absolute), service(NAME, DataflowProcess, absolute) as dataflow:
+            ray = engine(recipe.directory, recipe.address)
+            with _on_failure(recipe), ray, service(NAME, DataflowProcess, absolute) as dataflow:
                 recipe_file.save(recipe)
                 dataflow.resume()
                 driver = _Driver(absolute, dataflow, display, stop_requested, exporters, begun)
