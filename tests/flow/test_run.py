@@ -21,7 +21,6 @@ from pulse_rl.errors import ProcessDiedError
 from pulse_rl.flow import directory, metrics, recipe_file
 from pulse_rl.flow.driver import run as driver
 from pulse_rl.flow.driver.display import Display
-from pulse_rl.flow.recipe import Recipe
 from pulse_rl.history.operate.verify import verify
 from tests.flow.recipe_runs import kill
 from tests.flow.runs import COMMAND, PATIENCE_S, WIDE, children, exposed, resume, run, sets, start, until, wait_for
@@ -192,8 +191,8 @@ def test_a_run_that_failed_while_starting_leaves_nothing(
     settled = recipe_file.load("math", ["model=tiny", f"out={out}", *stored])
 
     @contextmanager
-    def broken(config: Recipe) -> Iterator[None]:
-        (config.directory / directory.LOG).write_text("words")
+    def broken(place: Path, address: str | None) -> Iterator[None]:
+        (place / directory.LOG).write_text("words")
         raise error
         yield
 

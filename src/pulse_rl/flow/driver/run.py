@@ -146,8 +146,11 @@ def train(
             names = ", ".join(f"{name} ({_kind(policy)})" for name, policy in recipe.policies.items())
             begun = time.monotonic()
             display.log(f"starting {recipe.name}: {names}, {workers} rollout workers, in {recipe.out} …")
-            ray = engine(recipe.directory, recipe.address)
-            with _on_failure(recipe), ray, service(NAME, DataflowProcess, absolute) as dataflow:
+            with (
+                _on_failure(recipe),
+                engine(recipe.directory, recipe.address),
+                service(NAME, DataflowProcess, absolute) as dataflow,
+            ):
                 recipe_file.save(recipe)
                 dataflow.resume()
                 driver = _Driver(absolute, dataflow, display, stop_requested, exporters, begun)
