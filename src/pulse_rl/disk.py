@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PART = ".part"  # how names end of what is not written to its end
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write that the disk refuses, whose error names no file
 
 
 def open_file(path: Path, *, writable: bool = False) -> BinaryIO:
@@ -69,6 +70,17 @@ def delete(path: Path) -> None:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in the error of a write in this block that found no room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a place beside a path for a file, or a directory, to be written in the block; then move it to the path.
 
@@ -76,9 +88,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = unfinished(path)
     try:
-        yield temporary
-        for each in (*temporary.rglob("*"), temporary):
-            to_disk(each)
+        with naming(path):
+            yield temporary
+            for each in (*temporary.rglob("*"), temporary):
+                to_disk(each)
         temporary.replace(path)
         to_disk(path.parent)
     finally:

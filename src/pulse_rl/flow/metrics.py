@@ -14,7 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pulse_rl.disk import open_file, write_stream
+from pulse_rl.disk import naming, open_file, write_stream
 
 METRICS = "metrics.jsonl"
 Records: TypeAlias = Sequence[dict[str, Any]]
@@ -24,7 +24,7 @@ SUMMED_OVER_STEPS = (*SUMMED_OVER_TRAINERS, "wait_s", "train_s")  # of a round
 
 def append(directory: Path, record: dict[str, Any]) -> None:
     """Add the line of one version."""
-    with (directory / METRICS).open("a") as file:
+    with naming(path := directory / METRICS), path.open("a") as file:
         file.write(line(record))
 
 
