@@ -205,26 +205,30 @@ def open_history(store: str, public_key: str | None, view: str | None = None) ->
 
 
 class _Show:
-    """Shows how engines stand: a table in a terminal, else a line for each change; or JSON."""
+    """Shows how engines stand: a table in a terminal, else a line for each change; or JSON. With --once, at the end."""
 
     def __init__(self, *, as_json: bool, once: bool) -> None:
         self._as_json, self._once = as_json, once
         self._lock = threading.Lock()
         self._table = sys.stdout.isatty() and not as_json
         self._changed: dict[str, float] = {}  # when each engine's standing did last
+        self._errors: dict[str, str | None] = {}  # of each engine, the last one that was shown with --once
         self._next = 0.0  # when to say again who is at work
 
     def change(self, driver: Driver, seen: Followed) -> None:
         """Show a change. Threads call it."""
         with self._lock:
             self._changed[seen.engine] = time.monotonic()
-            if self._as_json:
-                if not self._once:
-                    output.emit(seen)
-            elif self._table:
+            if self._table:
                 output.write(CLEAR)
                 _table(driver.engines())
-            elif not self._once:
+            elif self._once:  # stdout is for the end, which a lasting error keeps away until the timeout
+                if seen.error is not None and seen.error != self._errors.get(seen.engine):
+                    typer.echo(_line(seen), err=True, nl=False)
+                self._errors[seen.engine] = seen.error or self._errors.get(seen.engine)
+            elif self._as_json:
+                output.emit(seen)
+            else:
                 output.write(_line(seen))
 
     def at_work(self, driver: Driver) -> None:
