@@ -4,8 +4,11 @@ import copy
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,8 +18,9 @@ from blake3 import blake3
 
 import pulse_rl as pulse
 from pulse_rl.group.collectives import Group
-from pulse_rl.loco import payload
+from pulse_rl.loco import lighthouse, payload
 from pulse_rl.loco.elastic import ElasticMembers
+from pulse_rl.loco.lighthouse import Lighthouse, QuorumReport
 from tests.loco.naive import Naive
 from tests.loco.ranks import Model, adam, bits, forking, inner_step, picklable, trainable
 
@@ -140,6 +144,27 @@ def world() -> Iterator[World]:
     made = World(f"http://localhost:{server.address().rpartition(':')[2]}")
     yield made
     made.stop()
+    server.shutdown()
+
+
+def test_a_wait_for_other_trainers_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lighthouse answers when there are `--min_replicas` trainers; one alone waited without a word."""
+    coordination = pytest.importorskip("torchft.coordination", reason="torchft is not installed")
+    monkeypatch.setattr(lighthouse, "SILENCE_S", 0.2)
+    server = coordination.LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=60_000, quorum_tick_ms=20)
+    url = f"http://localhost:{server.address().rpartition(':')[2]}"
+    report = QuorumReport(0, True, False, "", "")
+    ids = ["trainer-0:a", "trainer-1:b"]
+    first, second = (Lighthouse(url, id_, timeout=timedelta(seconds=5), host="localhost") for id_ in ids)
+    with ThreadPoolExecutor(1) as alone:
+        waiting = alone.submit(first.ask, report)
+        time.sleep(1)
+        assert second.ask(report).reports.keys() == set(ids)
+        waiting.result()
+    told = [message for message in caplog.messages if message.startswith("trainer-0: no answer in ")]
+    assert 1 <= len(told) <= 2
+    first.close()
+    second.close()
     server.shutdown()
 
 

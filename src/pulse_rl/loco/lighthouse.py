@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,9 +16,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pulse_rl.documents import convert
 from pulse_rl.errors import ExchangeError, require
+from pulse_rl.loco.members import SILENCE_S
+from pulse_rl.logs import logger
 
 HEARTBEAT = timedelta(milliseconds=100)  # torchft's default; its lighthouse declares a death after 5 s without one
 PATIENCE = timedelta(days=1)  # for an answer: a newcomer waits for the end of a round, however long that takes
+
+log = logger(__name__)
 
 
 class QuorumReport(msgspec.Struct, frozen=True):
@@ -56,6 +60,7 @@ class Lighthouse:
         self.url = url
         self.id = id
         self._timeout = timeout
+        self._silence = SILENCE_S
         host = host or socket.gethostname()
         try:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -91,7 +96,19 @@ class Lighthouse:
         answers: SimpleQueue[Any] = SimpleQueue()
         # In a thread, since Ctrl-C does not end a call into torchft.
         threading.Thread(target=self._ask, args=(report, answers), daemon=True).start()
-        answer = answers.get()
+        while True:
+            try:
+                answer = answers.get(timeout=self._silence)
+                break
+            except Empty:
+                log.warning(
+                    "%s: no answer in %g s from the lighthouse at %s: where it waits for other trainers, its own log "
+                    "says for how many",
+                    self.id.rpartition(":")[0],
+                    self._silence,
+                    self.url,
+                )
+                self._silence *= 2  # a trainer that is always slow is not told of in each round
         if isinstance(answer, Exception):
             raise self._unreachable(answer) from answer
         reports, stores = {}, {}

@@ -26,6 +26,7 @@ from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.trainer import Trainer
 from pulse_rl.weights.layout import Sides, TensorSpec, compare_layouts
 
+SILENCE_S = 10.0  # of waiting for other trainers, after which the log says so
 SAID_NBYTES = 64 << 20  # of one rank's options, or the shapes of its parameters, as JSON
 
 # What the errors of a lost exchange say to trainers.

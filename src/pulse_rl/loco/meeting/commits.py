@@ -25,13 +25,13 @@ from pulse_rl.loco.meeting import names, payloads
 from pulse_rl.loco.meeting.board import Board, Look
 from pulse_rl.loco.meeting.documents import Commit, Notice, Offer, Refusal
 from pulse_rl.loco.meeting.repair import Repairs
+from pulse_rl.loco.members import SILENCE_S
 from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.loco.sums import Mean
 from pulse_rl.loco.trainer import Trainer
 from pulse_rl.logs import logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-SILENCE_S = 10.0  # of waiting, after which the log says for whom
 
 log = logger(__name__)
 
