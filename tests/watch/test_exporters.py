@@ -155,6 +155,8 @@ def test_a_closed_exporter_counts_nothing(tmp_path: Path, registry: Any) -> None
     Publisher(str(tmp_path)).publish(weights(1))
     with watch.to_prometheus(registry):  # the names are free again
         assert samples(registry, "pulse_version") == {}
+        with pytest.raises(ValueError, match=r"close\(\) the exporter"):
+            watch.to_prometheus(registry)
 
 
 def engine(registry: Any, source: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -59,6 +60,10 @@ def test_what_a_status_says_is_measured(store: Path) -> None:
     assert {of for of in ALARMS if found["pulse_alarm", "", of]} == {"behind"}
     third = (store / "manifests" / f"{2:012}.json").stat().st_mtime  # the first that the worker lacks
     assert found["pulse_lag_seconds", "worker-1", ""] == pytest.approx(third, abs=1.0)
+    assert info.subscribers is not None
+    level = msgspec.structs.replace(info, subscribers=(msgspec.structs.replace(info.subscribers[0], lag=0, lag_s=0.0),))
+    (lag,) = [one.value for one in measurements_of(level) if one.name == "pulse_lag_seconds"]
+    assert lag == float("inf")  # exactly 0 s at each scrape, and not the time since this look
 
 
 def test_a_store_that_cannot_be_read_is_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -152,7 +152,13 @@ class PrometheusSink:
             elif metric.kind == "histogram":
                 make = partial(client.Histogram, buckets=BUCKETS)
             labels = [*Labels._fields, *filter(None, [metric.label])]
-            self._metrics[name] = make(name, metric.about, labels, registry=registry)
+            try:
+                self._metrics[name] = make(name, metric.about, labels, registry=registry)
+            except ValueError as error:
+                raise ValueError(
+                    f"registry: expected none of these metrics in it, found {name}: close() the exporter that has put "
+                    "them there, or give another registry"
+                ) from error
         if port is not None:
             self._server, _ = client.start_http_server(port, host, registry)
 

@@ -46,7 +46,8 @@ def measurements_of(info: Status, *, max_lag: int | None = None) -> Iterator[Mea
         if one.lag is not None:
             yield Measurement("pulse_lag_versions", labels, one.lag)
         if one.lag_s is not None:
-            yield Measurement("pulse_lag_seconds", labels, time.time() - one.lag_s)  # an age: when it began
+            since = time.time() - one.lag_s if one.lag else float("inf")  # an age is given by when it began
+            yield Measurement("pulse_lag_seconds", labels, since)
         yield from _verdict(labels, one.verdict)
     yield from _verdict(run, info.verdict)
     yield from measured(run.run, alarms_of_status(info, max_lag=max_lag))
