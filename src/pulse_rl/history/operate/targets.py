@@ -41,7 +41,8 @@ def kind_of(target: str) -> tuple[Kind, str]:
                 f"{path / 'trainers' / 'rounds'} is of the last round, with a file of each rank that has made its offer"
             )
         if not (path / INDEX).exists() and not any(path.glob("*.safetensors")):
-            raise FileNotFoundError(f"no patch, checkpoint, store or run in {target}")
+            advice = f": name the checkpoints, as {path / '*'}" if any(path.glob("*/*.safetensors")) else ""
+            raise FileNotFoundError(f"no patch, checkpoint, store or run in {target}{advice}")
         return "checkpoint", target
     if not path.exists():
         raise FileNotFoundError(f"no such file or directory: {target}")
