@@ -212,7 +212,7 @@ class _Show:
         self._lock = threading.Lock()
         self._table = sys.stdout.isatty() and not as_json
         self._changed: dict[str, float] = {}  # when each engine's standing did last
-        self._errors: dict[str, str | None] = {}  # of each engine, the last one that was shown with --once
+        self._errors: dict[str, str] = {}  # of each engine, the last one that was shown with --once
         self._next = 0.0  # when to say again who is at work
 
     def change(self, driver: Driver, seen: Followed) -> None:
@@ -224,8 +224,8 @@ class _Show:
                 _table(driver.engines())
             elif self._once:  # stdout is for the end, which a lasting error keeps away until the timeout
                 if seen.error is not None and seen.error != self._errors.get(seen.engine):
+                    self._errors[seen.engine] = seen.error
                     typer.echo(_line(seen), err=True, nl=False)
-                self._errors[seen.engine] = seen.error or self._errors.get(seen.engine)
             elif self._as_json:
                 output.emit(seen)
             else:
