@@ -74,7 +74,8 @@ class DirectoryStore(ObjectStore):
     def _path(self, name: str) -> Path:
         """Where an object lies. Raises InvalidPathError for names that obstore refuses."""
         if not all(part.strip(".") for part in name.split("/")) or _STAGED.fullmatch(name):
-            raise InvalidPathError(f"expected names without . and .., which end in no number after #, found {name!r}")
+            reason = "expected names that have no part '', '.' or '..' and do not end in # and a number"
+            raise InvalidPathError(f"{reason}, found {name!r}")
         return self.path / name
 
     def delete(self, name: str) -> None:

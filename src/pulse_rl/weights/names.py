@@ -59,7 +59,7 @@ def unsharded(model: Any) -> tuple[Any, str]:
 
 
 class ModelWeights(dict[str, Any]):
-    """Weights of a model under other names than its own, and the model, whose config an anchor of them gets."""
+    """Weights made from a model, and that model: an anchor of them gets its config.json."""
 
     def __init__(self, weights: Mapping[str, Any], model: Any) -> None:
         super().__init__(weights)
