@@ -6,12 +6,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 import pulse_rl
 from pulse_rl.kernels.cpu import beside, compiled
@@ -201,6 +206,46 @@ def test_machine_code_for_a_device_is_kept(tmp_path: Path, monkeypatch: pytest.M
         assert places[0]._cache.load_overload((1,), Target(capability=1)) is None
         monkeypatch.setattr(numba_cuda, "__version__", "0")
         assert places[0]._cache.load_overload((1,), hopper) is None
+
+
+def test_threads_that_launch_a_kernel_for_the_first_time_load_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up kernel that takes a while to compile and to load, and that breaks if two threads do so at once."""
+    pytest.importorskip("numba_cuda")
+    from pulse_rl.kernels.gpu import device
+
+    class Kernel:
+        """Compiles and loads as Numba-CUDA's do: what is made is kept without a lock."""
+
+        _codelibrary: "Kernel"
+        kernel = "function"
+
+        def __init__(self) -> None:
+            self.made, self.loaded = 0, 0
+
+        def compile(self, kinds: object) -> "Kernel":
+            self.made += 1
+            time.sleep(0.02)
+            self._codelibrary = self
+            return self
+
+        def get_cufunc(self) -> "Kernel":
+            if not self.loaded:
+                time.sleep(0.02)
+                self.loaded += 1
+            return self
+
+    kernel, launched, together = Kernel(), list[object](), Barrier(4)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(device, "core", MagicMock(launch=lambda *args: launched.append(args[2:])))
+
+    def launch(_: int) -> None:
+        together.wait()
+        device.queue(kernel, 1, 1, (7,))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(launch, range(4)))
+    assert (kernel.made, kernel.loaded) == (1, 1)
+    assert launched == [("function", 7)] * 4
 
 
 def cuda_part(name: str) -> Any:

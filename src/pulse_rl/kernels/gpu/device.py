@@ -9,6 +9,7 @@ Tests have no device. They replace PLACE and `queue`: `bench/gpu/emulator.py` ru
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from math import prod
+from threading import Lock
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -234,14 +235,16 @@ def words_of(argument: Any) -> list[Any]:
 
 
 _compiled: dict[Any, Any] = {}
+_loading = Lock()  # Numba has none: two threads that load the same kernel break it
 
 
 def queue(kernel: Any, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
     """Queue a kernel as a call in Numba-CUDA does, which takes some 20 microseconds more for each array."""
     known = kernel, _short_kind(args)
-    if known not in _compiled:
-        _compiled[known] = kernel.compile(kind_of(args))
-    function = _compiled[known]._codelibrary.get_cufunc().kernel  # of the current device
+    with _loading:
+        if known not in _compiled:
+            _compiled[known] = kernel.compile(kind_of(args))
+        function = _compiled[known]._codelibrary.get_cufunc().kernel  # of the current device
     stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
     core.launch(stream, core.LaunchConfig(grid=blocks, block=threads), function, *words_of(args))
 
