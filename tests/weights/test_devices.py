@@ -5,6 +5,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.errors import install_hint
 from pulse_rl.kernels import cpu
-from pulse_rl.weights import devices
+from pulse_rl.weights import captures, devices
+from pulse_rl.weights.torch_bits import CallersStream
 
 
 class Stream:
@@ -44,8 +46,10 @@ class Streams:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self._local.stream = self.current_stream(), stream
-        yield
-        self._local.stream = before
+        try:
+            yield
+        finally:
+            self._local.stream = before
 
 
 class Kernels:
@@ -104,6 +108,50 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
     on_own = [(name, "own") for name in ("spots_delta", "write_spots", "Overwrites", "decode_segments")]
     assert kernels.used == [*on_own, ("write", "generation")]
     assert training.follows == generation.follows == []
+
+
+class Driver:
+    """In place of CUDA's driver: each thread has a mode in which it stands to other threads' captures."""
+
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def mode(self) -> str:
+        return getattr(self._local, "mode", "global")
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[int, str]:
+        before, self._local.mode = self.mode(), mode
+        return 0, before
+
+
+def test_what_touches_a_device_leaves_the_captures_of_other_threads_alone(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the library's stream and on the caller's, in any thread. The thread is then as it was, after a failure too."""
+    driver = Driver()
+    monkeypatch.setattr(captures, "_driver", lambda: driver)
+    device = devices.Cuda(torch.device("cuda", 0))
+    callers = CallersStream(torch.device("cpu"))
+
+    def modes() -> list[str]:
+        found = [driver.mode()]
+        with device.own_stream():
+            found.append(driver.mode())
+            with callers():
+                found.append(driver.mode())
+            found.append(driver.mode())
+        with callers():
+            found.append(driver.mode())
+        with pytest.raises(OSError), device.own_stream():
+            raise OSError
+        return [*found, driver.mode()]
+
+    expected = ["global", *["relaxed"] * 4, "global"]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(modes).result() == modes() == expected
 
 
 def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import Differences, Elements, Spots, coding
 from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts, Streams, memory_from
 from pulse_rl.logs import logger
+from pulse_rl.weights.captures import beside_captures
 
 if TYPE_CHECKING:
     import torch
@@ -129,11 +130,13 @@ class Cuda:
             self._coders.put(stream)
         self._coding = threading.local()  # has `stream` in a thread that codes
 
-    def own_stream(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def own_stream(self) -> Iterator[None]:
         """The stream of this device's kernels is the current one, and its device. A thread that codes has its own."""
         import torch
 
-        return torch.cuda.stream(getattr(self._coding, "stream", self._stream))
+        with beside_captures(), torch.cuda.stream(getattr(self._coding, "stream", self._stream)):
+            yield
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         """New memory that this device's kernels reach: its own or, pinned, the host's, which they read over PCIe."""
@@ -200,7 +203,7 @@ class Cuda:
 
         def write() -> int | None:
             # The caller's own stream, so that the elements are written after all that reads the old ones.
-            with torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            with beside_captures(), torch.cuda.stream(torch.cuda.current_stream(self._device)):
                 return made.write()
 
         return write

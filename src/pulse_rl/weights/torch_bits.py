@@ -9,8 +9,8 @@ torch is imported when the first is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UINTS, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
+from pulse_rl.weights.captures import beside_captures
 from pulse_rl.weights.devices import Cuda, device_of
 from pulse_rl.weights.host_bits import Counter, shares_elements
 
@@ -281,11 +282,10 @@ class CallersStream:
         has_streams = hasattr(self._module, "current_stream")
         self._stream = self._module.current_stream(self._device) if has_streams else None
 
-    def __call__(self) -> AbstractContextManager[object]:
-        if self._stream is None:
-            return nullcontext()
-        found: AbstractContextManager[object] = self._module.stream(self._stream)
-        return found
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with beside_captures(), nullcontext() if self._stream is None else self._module.stream(self._stream):
+            yield
 
 
 def _elements(tensor: torch.Tensor, cast: torch.dtype | None) -> torch.Tensor:
