@@ -54,12 +54,12 @@ _MLA = {
 
 
 class Architecture(NamedTuple):
-    """A model of Transformers. options: of vLLM."""
+    """A model of Transformers. on_cpu: options of vLLM on a CPU."""
 
     kind: str  # what is special about it
     config: str
     settings: dict[str, Any]
-    options: dict[str, Any] | None = None
+    on_cpu: dict[str, Any] | None = None
 
 
 ARCHITECTURES = {
@@ -168,7 +168,7 @@ ARCHITECTURES = {
 }
 
 
-def start_engine(directory: Path, options: dict[str, Any] | None) -> tuple[Any, Any]:
+def start_engine(directory: Path, on_cpu: dict[str, Any] | None) -> tuple[Any, Any]:
     """vLLM in this process. Returns it, and its worker's model."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"
@@ -179,6 +179,7 @@ def start_engine(directory: Path, options: dict[str, Any] | None) -> tuple[Any, 
     if plain_gemm.asked():
         plain_gemm.enable()
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     engine = LLM(
         str(directory),
@@ -187,7 +188,7 @@ def start_engine(directory: Path, options: dict[str, Any] | None) -> tuple[Any, 
         dtype="bfloat16",
         skip_tokenizer_init=True,
         **SMALL,
-        **(options or {}),
+        **((current_platform.is_cpu() and on_cpu) or {}),
     )
     return engine, engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
@@ -237,7 +238,7 @@ def make_versions(name: str, directory: Path) -> None:
 
 def follow(name: str, directory: Path) -> tuple[Any, dict[str, Any]]:
     """Bring one engine to every version in place. Returns it too."""
-    engine, model = start_engine(directory / "0", ARCHITECTURES[name].options)
+    engine, model = start_engine(directory / "0", ARCHITECTURES[name].on_cpu)
     import torch
 
     import pulse_rl as pulse
@@ -285,7 +286,7 @@ def result_of(name: str) -> str:
             return f"refused: {found['refused']}"
         expected = []
         for version in VERSIONS:
-            engine, _ = start_engine(directory / str(version), ARCHITECTURES[name].options)
+            engine, _ = start_engine(directory / str(version), ARCHITECTURES[name].on_cpu)
             expected.append(generate(engine))
             stop_engine(engine)
         if len({json.dumps(one) for one in found["outputs"]}) < 1 + len(VERSIONS):
@@ -317,7 +318,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         work(sys.argv[2:])
         return
-    print("| architecture | what is special | vLLM on a CPU |\n|---|---|---|", flush=True)
+    print("| architecture | what is special | vLLM |\n|---|---|---|", flush=True)
     left = sys.argv[1:] or list(ARCHITECTURES)
     while left:
         command = [sys.executable, "-m", "bench.engine.architectures", "--work", *left]
