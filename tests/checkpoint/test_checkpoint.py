@@ -16,6 +16,7 @@ import pulse_rl as pulse
 from pulse_rl.checkpoint.files import copy_checkpoint, files_of, open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX, SINGLE, plan_shards, stream_shard, write_checkpoint
 from pulse_rl.disk import map_file, write_stream
+from pulse_rl.dtypes import UIntArray
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import layout
 from tests.patch.tools import changed, random_tensor, snapshot
@@ -217,13 +218,19 @@ def test_sharded_weights_come_back_through_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_streamed_shard_is_read_by_the_package() -> None:
-    """Also of several segments and of other strides; `seen` gets every element once."""
+    """Also of several segments and of other strides, small tensors in one part; `seen` gets every element once."""
     rng = np.random.default_rng(3)
     source = {**weights(), "big": random_tensor("torch", "int16", ((1 << 20) + 5,), rng)}
     source["t"] = random_tensor("torch", "float32", (6, 4), rng).t()
     tensors = layout(source)
     seen: list[tuple[str, int, int]] = []
-    parts = list(stream_shard(tensors, list(tensors), lambda name, start, a: seen.append((name, start, len(a)))))
+
+    def see(name: str, start: int, bits: UIntArray) -> None:
+        assert (bits == tensors[name].read(start, start + len(bits))).all()
+        seen.append((name, start, len(bits)))
+
+    parts = list(stream_shard(tensors, list(tensors), see))
+    assert len(parts) == 3  # the header, all up to the first segment of the large one, the rest
     found = safetensors.torch.load(b"".join(parts))
     assert snapshot(found) == snapshot(source)
     assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in source.items()}

@@ -11,7 +11,7 @@ import numpy as np
 from pulse_rl.checkpoint import header
 from pulse_rl.disk import write_stream
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import HasLayout
 from pulse_rl.weights.segments import segments
@@ -19,7 +19,8 @@ from pulse_rl.weights.segments import segments
 SHARD_NBYTES = 4 << 30  # of an anchor's files: small enough for any object store, few enough to list
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-AHEAD = 16  # segments that are read ahead of what takes a file: 32 MB, however many threads there are
+LEAST = 1 << 20  # bytes that a thread reads at a time: for less, handing over would take longer than reading
+AHEAD = 16  # parts that are read ahead of what takes a file: 32 MB, however many threads there are
 _ZEROS = bytes(1 << 20)
 
 
@@ -76,23 +77,25 @@ def stream_shard(
     names: Sequence[str],
     seen: Callable[[str, int, UIntArray], None] | None = None,
 ) -> Iterator[bytes]:
-    """The bytes of one safetensors file, segment by segment. A few segments are read ahead, each in a thread.
+    """The bytes of one safetensors file, segment by segment, small tensors together. A few such parts are read ahead,
+    each in a thread.
 
     seen: called with (name, start, bits) of the very bytes of every segment before these are yielded, by several
     threads and in any order.
     """
 
-    def read(run: tuple[str, int, int]) -> bytes:
-        name, start, stop = run
-        bits = tensors[name].read(start, stop)
-        data = bits.tobytes()
+    def read(runs: list[tuple[str, int, int]]) -> bytes:
+        found = [tensors[name].read(start, stop) for name, start, stop in runs]
+        data, at = b"".join(bits.data for bits in found), 0
         if seen is not None:
-            seen(name, start, np.frombuffer(data, bits.dtype))
+            for (name, start, _), bits in zip(runs, found, strict=True):
+                seen(name, start, np.frombuffer(data, bits.dtype, len(bits), at))
+                at += bits.nbytes
         return data
 
     yield shard_header(tensors, names)
     runs = ((name, *run) for name in in_file_order(tensors, names) for run in segments(tensors[name].size))
-    yield from ordered_map(read, runs, AHEAD)
+    yield from ordered_map(read, batched(runs, lambda run: (run[2] - run[1]) * tensors[run[0]].itemsize, LEAST), AHEAD)
 
 
 def write_zeros(directory: Path, tensors: Mapping[str, HasLayout], shard_nbytes: int = SHARD_NBYTES) -> None:

@@ -3,8 +3,8 @@
 All elements are looked at once, where a publisher takes up a version; from then on only those that change.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from pulse_rl.dtypes import UIntArray, field_of
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.weights.bits import Bits, TorchBits
 from pulse_rl.weights.pieces import pieces_of
-from pulse_rl.weights.segments import segments
+from pulse_rl.weights.segments import SEGMENT, segments
 from pulse_rl.weights.torch_bits import MARKED_AT_ONCE, any_marked
 
 # Of each format: which bits tell, and what they are. Most keep their highest exponent for infinities and NaN.
@@ -38,24 +38,26 @@ def not_finite(bits: UIntArray, dtype: str) -> NDArray[np.bool_]:
 
 def count(tensors: Mapping[str, Bits]) -> dict[str, int]:
     """How many elements that this process holds are NaN or infinite, of each tensor that has some."""
-    found, there = dict[str, int](), dict[tuple[object, str], list[tuple[str, TorchBits]]]()
+    here, there = list[tuple[str, Bits]](), dict[tuple[object, str], list[tuple[str, TorchBits]]]()
     for name, tensor in tensors.items():
         for _, bits, _ in pieces_of(tensor) if tensor.dtype in _COUNTED else ():
             if isinstance(bits, TorchBits) and bits.device and bits.stored_itemsize == bits.itemsize:
                 there.setdefault((bits.device, bits.dtype), []).append((name, bits))
             else:
-                found[name] = found.get(name, 0) + _count_all(bits)
+                here.append((name, bits))
     for (_, dtype), alike in there.items():
         for several in batched(alike, lambda one: one[1].size, MARKED_AT_ONCE):
             if any_marked([bits for _, bits in several], *_COUNTED[dtype]):
-                for name, bits in several:
-                    found[name] = found.get(name, 0) + _count_all(bits)
-    return {name: found[name] for name in tensors if found.get(name)}
+                here += several
+    runs = ((name, bits, run) for name, bits in here for run in segments(bits.size))
+    found: Counter[str] = Counter()
+    for counted in ordered_map(_count, batched(runs, lambda one: one[2][1] - one[2][0], SEGMENT)):
+        found.update(counted)
+    return {name: found[name] for name in tensors if found[name]}
 
 
-def _count_all(bits: Bits) -> int:
-    return sum(ordered_map(partial(_count, bits), segments(bits.size)))
-
-
-def _count(bits: Bits, run: tuple[int, int]) -> int:
-    return int(np.count_nonzero(not_finite(bits.read(*run), bits.dtype)))
+def _count(several: list[tuple[str, Bits, tuple[int, int]]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name, bits, run in several:
+        found[name] += int(np.count_nonzero(not_finite(bits.read(*run), bits.dtype)))
+    return found
