@@ -153,6 +153,7 @@ def _cut(box: Box, shape: Shape) -> int:
     return max(0, whole_from - 1)
 
 
+@lru_cache(maxsize=1 << 12)  # asked for of each tensor at each digest, and a model has few shapes
 def rows_in(box: Box, shape: Shape, held: Box) -> tuple[Rows, Rows] | None:
     """Where the elements of a box lie in a tensor of this shape, and where in memory that holds a box around it.
 
