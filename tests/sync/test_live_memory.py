@@ -658,6 +658,26 @@ def test_tensors_that_overlap_in_part_are_loaded_or_left_alone(kind: str) -> Non
     assert subscriber.version is None
 
 
+def test_a_sync_that_overlapping_tensors_end_on_the_way_says_how_far_it_came() -> None:
+    """The first patch fits, the second gives common memory different bits: the weights hold the first version's."""
+    flat = np.random.default_rng(0).integers(0, 1 << 16, 40_000, np.uint16)
+    publisher = pulse.Publisher("memory://", anchor_every=10)
+    states = [OVERLAPS["slices"](flat)]
+    for changed in (900, 1500):
+        states.append({name: tensor.copy() for name, tensor in states[-1].items()})
+        states[-1]["all"][changed] ^= 1
+    live, subscriber = flat.copy(), pulse.Subscriber(publisher.history.store)
+    publisher.publish(states[0], version=0)
+    subscriber.sync(OVERLAPS["slices"](live))
+    for version in (1, 2):
+        publisher.publish(states[version], version=version)
+    with pytest.raises(pulse.BaseMismatchError, match="overlap"):
+        subscriber.sync(OVERLAPS["slices"](live))
+    assert subscriber.version == 1
+    assert (live == states[1]["all"]).all()
+    assert subscriber.verify(OVERLAPS["slices"](live)) == pulse.digest(states[1])
+
+
 def test_tensors_of_a_device_that_overlap() -> None:
     """As on a GPU, whose tensors are read through torch."""
     from pulse_rl.patch.live import overlaps

@@ -86,9 +86,18 @@ class Writing(ShareLanding):
         self.write(application.write, to)
 
     def write(self, write: Callable[[], None], to: State) -> None:
-        """Write on all ranks what leads to a version. If it fails on one, no version is held on any."""
+        """Write on all ranks what leads to a version. If it fails on one, no version is held on any.
+
+        But one process holds what it held where tensors overlap and the version does not fit that: `write` undoes it.
+        """
+        held = self._proof.held
         self._proof.hold(None)
-        self._write("write", write)
+        try:
+            self._write("write", write)
+        except BaseMismatchError:
+            if self.reading.ranks.size == 1:
+                self._proof.hold(held)
+            raise
         self._proof.hold(to)
 
     def load(self, restored: Restored, files: ExitStack) -> None:
