@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -39,7 +39,7 @@ from pulse_rl.errors import EngineError
 from pulse_rl.history.history import History
 from pulse_rl.kernels.cpu import beside
 from pulse_rl.sync.subscribe import landings
-from tests.engines.world import SmallEngine, fresh, moved
+from tests.engines.world import HeldViews, SmallEngine, fresh, moved
 
 WORLD = Path(__file__).with_name("world.py")
 QUICK = Manner(poll=0.05)
@@ -134,6 +134,31 @@ def test_stage_then_apply_reports_the_proved_version(run: Run, engine: SmallEngi
     assert is_ready(engine) == (200, {"ready": True, "version": 2})
     assert same(engine.weights, run.weights)
     assert client.verify() == run.digest
+
+
+def test_a_stage_that_has_to_wait_looks_and_does_not_ask_again_and_again(
+    run: Run, engine: SmallEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, asked, looked = EngineClient(engine.url), list[str](), threading.Event()
+
+    def note(method: str, path: str) -> bool:
+        asked.append(path.rpartition("/")[2])
+        if asked.count("state") > 3:
+            looked.set()
+        return False
+
+    prove = HeldViews.prove
+
+    def late(self: HeldViews, *args: Any) -> int | None:
+        looked.wait(2)  # while the engine finds its weights
+        return prove(self, *args)
+
+    monkeypatch.setattr(HeldViews, "prove", late)
+    engine.broken = note
+    client.follow(run.store)
+    assert client.stage(0).phase == "staged"
+    assert looked.is_set()
+    assert asked.count("stage") == 2
 
 
 def test_a_version_that_is_held_needs_no_pause(run: Run, engine: SmallEngine) -> None:

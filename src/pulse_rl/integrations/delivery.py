@@ -118,14 +118,17 @@ class EngineDelivery:
 
     def _until(self, verb: Callable[[], _T]) -> _T:
         """Do a verb of all engines, again where its failure may pass, until the time is over."""
-        deadline = time.monotonic() + self._timeout
+        deadline, said = time.monotonic() + self._timeout, ""
         while True:
             try:
                 return verb()
             except EngineError as error:
                 # What was staged is lost where an engine was started again since, and a torn write is repaired.
                 again = error.temporary or (error.during == "apply" and error.kind != "IntegrityError")
-                if not again or time.monotonic() > deadline:
+                left = deadline - time.monotonic()
+                if not again or left < 0:
                     raise
-                log.warning("the weights are sent again: %s", error)
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("%s: it is tried again for up to %.0f s", said, left)
             time.sleep(_RETRY_S)
