@@ -6,13 +6,13 @@ parts of the two, so they can be published as they lie, and written in place by 
 
 from typing import Any
 
-import torch
-
 from pulse_rl.errors import require
 from pulse_rl.weights.layout import layout, named_tensors
 from pulse_rl.weights.names import ModelWeights, unwrap
 
 _transformers = require("transformers", "run")
+
+import torch  # noqa: E402 - which may be missing too, and then `require` says how both are installed
 
 
 class _Live(torch.Tensor):

@@ -11,6 +11,16 @@ from pulse_rl.engines.states import PauseMode
 
 METHOD = "pulse_rl"  # which `transfer` adds to vLLM's workers
 _LOOKS_S = (0.005, 0.05)
+_MISSING = "not implemented", "has no attribute"  # as vLLM says it that runs in one process, and in several
+
+
+def check_followed(error: Exception) -> None:
+    """Raise RuntimeError, which says what to do, for workers' error that vLLM was not started to follow histories."""
+    if METHOD in str(error) and any(words in str(error) for words in _MISSING):
+        raise RuntimeError(
+            'its workers follow no history: start vLLM with --weight-transfer-config \'{"backend":"pulse"}\', '
+            'or vllm.LLM with weight_transfer_config={"backend": "pulse"}'
+        ) from error
 
 
 class InProcess(EngineClient):
@@ -36,7 +46,11 @@ class _Engine:
         self._llm, self._paused = llm, False
 
     async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
-        found: list[Any] = self._llm.collective_rpc(METHOD, args=(verb, arguments))
+        try:
+            found: list[Any] = self._llm.collective_rpc(METHOD, args=(verb, arguments))
+        except Exception as error:
+            check_followed(error)
+            raise
         if verb == "state":  # another client may have left it so
             self._paused |= any(rank["stopped"] for rank in found)
         return found

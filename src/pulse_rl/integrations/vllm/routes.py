@@ -15,14 +15,12 @@ from fastapi import FastAPI, Request, Response
 from pulse_rl.engines.ranks import Outside
 from pulse_rl.engines.service import READY, Handler, Service
 from pulse_rl.engines.states import ROUTES, VERBS, PauseMode, method
-from pulse_rl.integrations.vllm.local import METHOD
+from pulse_rl.integrations.vllm.local import METHOD, check_followed
 from pulse_rl.integrations.vllm.server import Gate, is_gated, quiet
 from pulse_rl.watch import to_prometheus
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
-
-NOT_STARTED = 'start the server with --weight-transfer-config \'{"backend":"pulse"}\''
 
 
 class _Engine:
@@ -35,8 +33,7 @@ class _Engine:
         try:
             found: list[Any] = await self._client.collective_rpc(METHOD, args=(verb, arguments))
         except Exception as error:
-            if METHOD in str(error) and "not implemented" in str(error):
-                raise RuntimeError(f"its workers follow no history: {NOT_STARTED}") from error
+            check_followed(error)
             raise
         return found
 
