@@ -202,6 +202,7 @@ class EngineClient:
         Raises:
             EngineError: Nothing is staged, or it is obsolete, or it failed. `version` and `paused` say what the
                 engine holds then: its old version, or it stays paused until an update succeeds.
+            TimeoutError: It is at work for another call still.
         """
         body = {"version": version, "pause": pause, "reset_caches": reset_caches}
         return self._in_turn("apply", EngineReport, body, time.monotonic() + timeout)
