@@ -1,4 +1,7 @@
-"""What is said of a `vllm.LLM` that was not started to follow histories: a made-up one, with vLLM's own two errors."""
+"""A `vllm.LLM` that was started without pulse-rl's weight transfer: the error says how to start it.
+
+The LLM is a stand-in that raises the two errors that vLLM raises.
+"""
 
 from typing import Any
 

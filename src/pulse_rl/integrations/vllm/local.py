@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pulse_rl.engines.client import EngineClient
@@ -14,13 +16,18 @@ _LOOKS_S = (0.005, 0.05)
 _MISSING = "not implemented", "has no attribute"  # as vLLM says it that runs in one process, and in several
 
 
-def check_followed(error: Exception) -> None:
-    """Raise RuntimeError, which says what to do, for workers' error that vLLM was not started to follow histories."""
-    if METHOD in str(error) and any(words in str(error) for words in _MISSING):
-        raise RuntimeError(
-            'its workers follow no history: start vLLM with --weight-transfer-config \'{"backend":"pulse"}\', '
-            'or vllm.LLM with weight_transfer_config={"backend": "pulse"}'
-        ) from error
+@contextmanager
+def add_start_hint() -> Iterator[None]:
+    """Raise RuntimeError, which says how to start vLLM, where its workers do not have the method."""
+    try:
+        yield
+    except Exception as error:
+        if METHOD in str(error) and any(words in str(error) for words in _MISSING):
+            raise RuntimeError(
+                'its workers follow no history: start vLLM with --weight-transfer-config \'{"backend":"pulse"}\', '
+                'or vllm.LLM with weight_transfer_config={"backend": "pulse"}'
+            ) from error
+        raise
 
 
 class InProcess(EngineClient):
@@ -46,11 +53,8 @@ class _Engine:
         self._llm, self._paused = llm, False
 
     async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
-        try:
+        with add_start_hint():
             found: list[Any] = self._llm.collective_rpc(METHOD, args=(verb, arguments))
-        except Exception as error:
-            check_followed(error)
-            raise
         if verb == "state":  # another client may have left it so
             self._paused |= any(rank["stopped"] for rank in found)
         return found

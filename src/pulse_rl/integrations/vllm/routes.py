@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from pulse_rl.engines.ranks import Outside
 from pulse_rl.engines.service import READY, Handler, Service
 from pulse_rl.engines.states import ROUTES, VERBS, PauseMode, method
-from pulse_rl.integrations.vllm.local import METHOD, check_followed
+from pulse_rl.integrations.vllm.local import METHOD, add_start_hint
 from pulse_rl.integrations.vllm.server import Gate, is_gated, quiet
 from pulse_rl.watch import to_prometheus
 
@@ -30,11 +30,8 @@ class _Engine:
         self._client, self._model = client, model
 
     async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
-        try:
+        with add_start_hint():
             found: list[Any] = await self._client.collective_rpc(METHOD, args=(verb, arguments))
-        except Exception as error:
-            check_followed(error)
-            raise
         return found
 
     async def pause(self, mode: PauseMode, reset_caches: bool) -> None:
