@@ -65,8 +65,8 @@ def measure(tensors: int, codec: PatchCodec) -> Cost:
         found["first_sync"].append(processor_time(lambda: pulse.Subscriber(path).sync(live))[0])
     if not all(torch.equal(live[name], weights[name]) for name in names):
         raise AssertionError("the live weights are not those that were published")
-    odd = {"publish": 1, "with_skip": 2, "stage": 2, "apply": 1}  # so many are not as all others
-    return Cost(*(statistics.median(found[name][odd.get(name, 0) :]) for name in Cost._fields))
+    warm_up = {"publish": 1, "with_skip": 2, "stage": 2, "apply": 1}  # how many of the first are not counted
+    return Cost(*(statistics.median(found[name][warm_up.get(name, 0) :]) for name in Cost._fields))
 
 
 def main() -> None:

@@ -181,6 +181,7 @@ def start_engine(directory: Path, on_cpu: dict[str, Any] | None) -> tuple[Any, A
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    options = on_cpu if current_platform.is_cpu() else None
     engine = LLM(
         str(directory),
         enforce_eager=True,
@@ -188,7 +189,7 @@ def start_engine(directory: Path, on_cpu: dict[str, Any] | None) -> tuple[Any, A
         dtype="bfloat16",
         skip_tokenizer_init=True,
         **SMALL,
-        **((current_platform.is_cpu() and on_cpu) or {}),
+        **(options or {}),
     )
     return engine, engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
 

@@ -281,7 +281,7 @@ class EngineClient:
         return state
 
     def _in_turn(self, verb: During, kind: type[T], body: Mapping[str, Any], deadline: float) -> T:
-        """Ask for work, again while the engine is at work for another call. Raises EngineError."""
+        """Ask for work, again when the engine has ended another call's. Raises EngineError or TimeoutError."""
         while True:
             left = max(_LEAST_S, deadline - time.monotonic()) if verb == "apply" else None  # others return at once
             try:

@@ -88,7 +88,8 @@ class Writing(ShareLanding):
     def write(self, write: Callable[[], None], to: State) -> None:
         """Write on all ranks what leads to a version. If it fails on one, no version is held on any.
 
-        But one process holds what it held where tensors overlap and the version does not fit that: `write` undoes it.
+        If tensors overlap and the version does not fit that, `write` puts back what it overwrote. A process that is
+        alone then holds the version that it held before.
         """
         held = self._proof.held
         self._proof.hold(None)
