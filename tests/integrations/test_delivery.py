@@ -1,9 +1,13 @@
-"""What a trainer says and does when engines are away: `EngineDelivery`, with addresses at which nobody listens."""
+"""What a trainer says and does when engines are away: `EngineDelivery`, with addresses at which nobody listens.
+
+Also what a transfer says of a trainer that does not use it; the trainer has what TRL's have.
+"""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace as Has
 
 import pytest
 
@@ -24,3 +28,20 @@ def test_an_engine_that_is_away_is_named_once_with_the_seconds_that_are_left(
     assert "out of reach" in message
     assert "sent again" not in message  # nothing was sent yet
     assert message.endswith("it is tried again for up to 0 s")
+
+
+def test_a_trainer_that_brings_its_weights_another_way_is_refused(tmp_path: Path) -> None:
+    transfer, other = (PulseWeightTransfer(tmp_path, ["http://127.0.0.1:8000"]) for _ in range(2))
+    first, second = Has(is_main_process=True), Has(is_main_process=False)
+    for trainer in (  # AsyncGRPOTrainer, GRPOTrainer, and one of another rank, which has no way
+        Has(accelerator=first, weight_transfer=transfer),
+        Has(accelerator=first, vllm_generation=Has(vllm_client=Has(weight_transfer=transfer))),
+        Has(accelerator=second, weight_transfer=None),
+    ):
+        transfer.trainer = trainer
+        assert transfer.trainer is trainer
+        if trainer.accelerator.is_main_process:
+            with pytest.raises(ValueError, match="trainer: expected one that brings its weights by this transfer"):
+                other.trainer = trainer
+    with pytest.raises(ValueError, match="VLLMClient"):
+        transfer.trainer = Has(accelerator=first, vllm_generation=Has(vllm_client=Has()))

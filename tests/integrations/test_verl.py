@@ -6,6 +6,7 @@ Run in an environment with verl: `make test-verl`; with `ARGS="-m slow -s"` on S
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ pytest.importorskip("verl")
 
 import ray
 import torch
+import torch.distributed as dist
 import transformers
+from torch._C._distributed_c10d import HashStore
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 import pulse_rl as pulse
@@ -95,6 +98,25 @@ def test_the_engine_has_what_verl_calls() -> None:
     engine = CheckpointEngineRegistry.get("pulse")
     assert engine.__module__ == "pulse_rl.integrations.verl"
     assert set(vars(engine)) >= CheckpointEngine.__abstractmethods__
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the only trainer."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_whose_adapters_are_kept_back_is_refused_once_it_is_read(tmp_path: Path) -> None:
+    """As verl hands it out where `lora.merge` is not set: the base of each adapter, under this name."""
+    engine: Any = CheckpointEngineRegistry.get("pulse")(1, True, store=str(tmp_path))
+    engine.init_process_group(**engine.prepare())
+    handed = iter({"q.base_layer.weight": torch.ones(4), "norm.weight": torch.ones(4)}.items())
+    with pytest.raises(ValueError, match=r"lora\.merge: expected True"):
+        asyncio.run(engine.send_weights(handed))
+    assert (next(handed, None), manifests(tmp_path)) == (None, [])
 
 
 @pytest.mark.slow

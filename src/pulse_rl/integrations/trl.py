@@ -37,10 +37,25 @@ class PulseWeightTransfer(EngineDelivery):
     Attributes:
         trainer: None; or TRL's trainer. Its step is then noted of each version, as {"step": 12}, and its log takes, as
             means of its `logging_steps`, `pulse/payload_bytes`, `pulse/changed_ratio`, `pulse/publish_seconds` and
-            `pulse/pause_seconds`: of the engine that paused longest.
+            `pulse/pause_seconds`: of the engine that paused longest. Setting one that brings its weights another way
+            raises ValueError.
     """
 
-    trainer: Any = None
+    _trainer: Any = None
+
+    @property
+    def trainer(self) -> Any:
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        has = getattr(getattr(trainer, "vllm_generation", None), "vllm_client", trainer)  # AsyncGRPOTrainer itself
+        if trainer.accelerator.is_main_process and getattr(has, "weight_transfer", None) is not self:
+            raise ValueError(
+                f"trainer: expected one that brings its weights by this transfer, found {type(trainer).__name__} that "
+                "brings them another way: give it `weight_transfer`, or make it after VLLMClient is replaced"
+            )
+        self._trainer = trainer
 
     def init_weight_transfer(self) -> None:
         """Wait until all engines answer. TRL calls it when training begins.
@@ -95,6 +110,8 @@ def vllm_client(transfer: PulseWeightTransfer) -> type[Any]:
 
     class PulseVLLMClient(base):  # type: ignore[misc]
         """TRL's client, whose weights go another way."""
+
+        weight_transfer = transfer
 
         def init_communicator(self, device: Any = 0) -> None:
             transfer.init_weight_transfer()

@@ -69,8 +69,9 @@ class PulseCheckpointEngine:
         self._weights: dict[str, Any] = {}  # of a rollout worker, once there is a version
         if is_master is None:
             options = dict(subscriber or {})
-            if options.get("heartbeat"):
-                options["heartbeat"] += f"-{gethostname()[:32]}-{os.getpid()}"
+            name = options.get("heartbeat")
+            if name and isinstance(name, str):
+                options["heartbeat"] = f"{name}-{gethostname()[:32]}-{os.getpid()}"
             self._subscriber = Subscriber(open_store(store, cache=cache), **options)
         else:
             self._publisher = Publisher(store, group="world", **{"cast": "bfloat16", **(publisher or {})})
@@ -128,13 +129,11 @@ class PulseCheckpointEngine:
             From the first trainer what verl's own delta engine reports, for the trainer's metrics.
 
         Raises:
+            ValueError: verl hands out the model below LoRA adapters, which stays as it is while they are trained.
             PulseError: The version could not be published. All trainers raise, and the rollout workers time out.
         """
-        dist = require("torch.distributed", "verl")
-        rank, size = dist.get_rank(), dist.get_world_size()
-        mine = ((name, tensor) for name, tensor in weights if crc32(name.encode()) % size == rank)
         metadata = None if global_steps is None else {"global_steps": int(global_steps)}
-        report = self._publisher.publish(mine, version=self._version, metadata=metadata)
+        report = self._publisher.publish(_mine(weights), version=self._version, metadata=metadata)
         if not self._is_master:
             return {}
         first = report.base is None
@@ -180,12 +179,32 @@ class PulseCheckpointEngine:
                 arrived = True
             except TimeoutError as error:
                 if left <= NOTICE_S:
-                    raise TimeoutError(f"version {version}: not published within {self._timeout:g} s") from error
+                    store = self._subscriber.history.store.url
+                    raise TimeoutError(
+                        f"version {version}: not published in {store} within {self._timeout:g} s"
+                    ) from error
             if update != self._updates:
                 raise PulseError(f"version {version}: no longer waited for, as verl has begun another update")
 
     def finalize(self) -> None:
         """Nothing: publisher and copy serve the next version."""
+
+
+def _mine(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """What this trainer publishes. It fails at the end alone, as all trainers gather until then."""
+    dist = require("torch.distributed", "verl")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    below = None
+    for name, tensor in weights:
+        if ".base_layer." in name:
+            below = name
+        if crc32(name.encode()) % size == rank:
+            yield name, tensor
+    if below is not None:
+        raise ValueError(
+            "actor_rollout_ref.model.lora.merge: expected True, as verl hands out no adapters otherwise and their base "
+            f"stays as it is, found {below}"
+        )
 
 
 if find_spec("verl"):
