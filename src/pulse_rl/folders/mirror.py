@@ -77,6 +77,7 @@ class Mirror:
             self.close()
             raise
         self._begun = False  # whether what it holds was compared with the history
+        self._report: SyncReport | None = None  # of what it holds, until that is the current version
 
     def close(self) -> None:
         """Let another process have the directory."""
@@ -104,13 +105,16 @@ class Mirror:
         if not self._begun and self._held is not None:
             self._check_same_history(self._held)
         if self._held is None or newest > self._held.version:
-            report = self._make(newest)
-        elif self._begun:
-            return None
-        else:
+            self._held, self._report = self._make(newest)
+        elif not self._begun:
             self._subscriber.overwrite = False  # files that are finished
-            report = self._subscriber.sync(open_checkpoint(self._directory.folder(newest)), version=newest)
+            self._report = self._subscriber.sync(open_checkpoint(self._directory.folder(newest)), version=newest)
         self._begun = True
+        if self._report is None:
+            return None
+        self._directory.switch(newest)
+        self._directory.retain(self._keep)
+        report, self._report = self._report, None
         return Mirrored(self._directory.folder(newest), report)
 
     def _check_same_history(self, held: FolderMark) -> None:
@@ -125,8 +129,8 @@ class Mirror:
                 f"found {held.digest}; name another directory"
             )
 
-    def _make(self, version: int) -> SyncReport:
-        """Make the folder of a version, and switch to it."""
+    def _make(self, version: int) -> tuple[FolderMark, SyncReport]:
+        """Make the folder of a version."""
         subscriber = self._subscriber
         before = None if self._held is None else self._directory.folder(self._held.version)
         with self._directory.making(version) as part:
@@ -151,10 +155,7 @@ class Mirror:
                 (part / self._marker).touch()
             mark = FolderMark(version, report.digest)
             write_mark(part, mark)
-        self._held = mark
-        self._directory.switch(version)
-        self._directory.retain(self._keep)
-        return report
+        return mark, report
 
 
 def _name_as_adapter(part: Path) -> None:
