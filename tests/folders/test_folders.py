@@ -118,6 +118,22 @@ def test_transformers_loads_every_version_bit_for_bit(
     assert folders(tmp_path / "models") == ["current", "v00000003", "v00000004"]
 
 
+def test_a_version_that_could_not_become_the_current_one_becomes_it_at_the_next_look(run: Run, tmp_path: Path) -> None:
+    """The link could not be made, as on a full disk: the next look makes it, and gives the version to the caller."""
+    with Mirror(run.store, tmp_path / "d") as mirror:
+        mirror.update()
+        run.publish()
+        obstacle = tmp_path / "d" / f".current.{os.getpid()}.part"
+        obstacle.mkdir()
+        with pytest.raises(OSError, match="current"):
+            mirror.update()
+        obstacle.rmdir()
+        found = mirror.update()
+        assert found is not None
+        assert (found.report.version, found.folder) == (1, (tmp_path / "d" / "current").resolve())
+        assert mirror.update() is None
+
+
 def test_a_name_and_a_marker_of_the_trainer_s_choice(run: Run, tmp_path: Path) -> None:
     (found,) = once(run, tmp_path / "d", name="step_{version}", marker="STABLE")
     assert found.folder == tmp_path / "d" / "step_0"
@@ -463,6 +479,22 @@ def test_a_marker_decides(tmp_path: Path) -> None:
     (tmp_path / "out" / "step_1" / "STABLE").touch()
     (report,) = publish(tmp_path / "out", tmp_path / "store", name="step_{version}", marker="STABLE")
     assert report.version == 1
+
+
+def test_a_folder_without_its_marker_yet_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The trainer writes the marker, so a folder without it is one that it writes now, or never finished."""
+    out = tmp_path / "out"
+    for step in (1, 2, 3):
+        save(out / f"checkpoint-{step}", {"a": torch.randn(8)})
+        (out / f"checkpoint-{step}" / "S").touch()
+    (out / "checkpoint-2" / "S").unlink()
+    looks = Folders(out, pulse.Publisher(tmp_path / "store"), marker="S")
+    assert [report.version for report in (looks.publish(), looks.publish()) if report] == [1, 3]
+    (message,) = caplog.messages
+    assert "checkpoint-2 is skipped" in message
+    save(out / "checkpoint-4", {"a": torch.randn(8)})
+    assert looks.publish() is None
+    assert caplog.messages == [message]
 
 
 def test_what_may_never_come_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,15 +92,14 @@ class Folders:
         if not found:
             names = ", ".join(sorted(path.name for path in folders)[:SHOWN]) or "none"
             self._tell_once(f"a folder whose name is {self._name.template}, found {names}")
+        elif self._marker is not None and not any((folder / self._marker).exists() for _, folder in found):
+            self._tell_once(f"a folder with the file {self._marker}")
         return found
 
     def _unfinished(self, folder: Path) -> str | None:
         """Why a folder does not count as finished; None if it does."""
         if self._marker is not None:
-            if (folder / self._marker).exists():
-                return None
-            self._tell_once(f"a folder with the file {self._marker}")
-            return f"there is no {self._marker}"
+            return None if (folder / self._marker).exists() else f"there is no {self._marker}"
         try:
             if not (folder / INDEX).exists() and any(_SHARD.fullmatch(file.name) for file in files_of(folder)):
                 return f"it has shards, and no {INDEX}"
