@@ -164,6 +164,18 @@ def test_reading_makes_no_directory(tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+def test_a_directory_has_one_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is given: `..` is resolved as the system does, after links. A link that is the store stays."""
+    for name in ("a", "b/c"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("b/c")
+    monkeypatch.chdir(tmp_path / "a")
+    assert pulse.open_store("../run").url == (tmp_path / "run").as_uri()
+    assert pulse.open_store("../link/../run").url == (tmp_path / "b" / "run").as_uri()
+    assert pulse.open_store("run").url == (tmp_path / "a" / "run").as_uri()
+    assert pulse.open_store(tmp_path / "link").url == (tmp_path / "link").as_uri()
+
+
 def test_what_is_pruned_leaves_no_empty_directories(tmp_path: Path) -> None:
     """An anchor is a directory in a folder; an hour's anchors would stay as empty ones. Folders stay."""
     source = {"w": np.zeros(3, np.uint16)}

@@ -30,7 +30,8 @@ class DirectoryStore(ObjectStore):
     """A store in a directory, which is created at the first write and not before."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()  # a later chdir does not move the store
+        path = path.absolute()  # a later chdir does not move the store
+        self.path = path.resolve() if ".." in path.parts else path  # one directory, one URL
         super().__init__(None, self.path.as_uri())
 
     def _open(self) -> Any:
