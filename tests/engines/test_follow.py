@@ -34,7 +34,7 @@ from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.fleet import Engines
 from pulse_rl.engines.follow import Driver, Followed, Manner, Standing, heartbeat_id
 from pulse_rl.engines.service import READY
-from pulse_rl.engines.states import Follow, failure_of
+from pulse_rl.engines.states import BUSY, EngineState, ErrorBody, Failure, Follow, failure_of
 from pulse_rl.errors import EngineError
 from pulse_rl.history.history import History
 from pulse_rl.kernels.cpu import beside
@@ -159,6 +159,23 @@ def test_a_stage_that_has_to_wait_looks_and_does_not_ask_again_and_again(
     assert client.stage(0).phase == "staged"
     assert looked.is_set()
     assert asked.count("stage") == 2
+
+
+def test_a_wait_that_ends_says_its_bound_and_not_what_was_left_of_it() -> None:
+    class Busy:
+        """An engine that is at work for somebody else."""
+
+        url, looks = "busy", (0.01, 0.01)
+
+        def send(self, verb: str, body: bytes, timeout: float) -> tuple[int, bytes]:
+            state = EngineState("i", "m", phase="working")
+            refusal = ErrorBody(Failure("stage", BUSY, "ask again", temporary=True), state)
+            return (200, msgspec.json.encode(state)) if verb == "state" else (503, msgspec.json.encode(refusal))
+
+    client = EngineClient(Busy())
+    for act in (client.stage, client.apply, client.verify):
+        with pytest.raises(TimeoutError, match=r"has not ended within 0\.125 s"):
+            act(timeout=0.125)
 
 
 def test_a_version_that_is_held_needs_no_pause(run: Run, engine: SmallEngine) -> None:

@@ -170,7 +170,7 @@ class EngineClient:
             TimeoutError: It stages still.
         """
         start = time.monotonic()
-        state = self._in_turn("stage", EngineState, {"version": version}, start + timeout)
+        state = self._in_turn("stage", EngineState, {"version": version}, timeout)
         if not wait:
             return state
         state = self._ended("stage", state, timeout, start)
@@ -205,7 +205,7 @@ class EngineClient:
             TimeoutError: It is at work for another call still.
         """
         body = {"version": version, "pause": pause, "reset_caches": reset_caches}
-        return self._in_turn("apply", EngineReport, body, time.monotonic() + timeout)
+        return self._in_turn("apply", EngineReport, body, timeout)
 
     def update(
         self, version: int | None = None, *, pause: PauseMode = "keep", reset_caches: bool = True
@@ -242,7 +242,7 @@ class EngineClient:
             TimeoutError: It counts still.
         """
         start = time.monotonic()
-        state = self._in_turn("verify", EngineState, {}, start + timeout)
+        state = self._in_turn("verify", EngineState, {}, timeout)
         state = self._ended("verify", state, timeout, start)
         if state.failure is not None or state.digest is None:
             raise failed(state.failure or Failure("verify", "RuntimeError", "no version is held"), state, self.url)
@@ -280,8 +280,10 @@ class EngineClient:
             )
         return state
 
-    def _in_turn(self, verb: During, kind: type[T], body: Mapping[str, Any], deadline: float) -> T:
+    def _in_turn(self, verb: During, kind: type[T], body: Mapping[str, Any], timeout: float) -> T:
         """Ask for work, again when the engine has ended another call's. Raises EngineError or TimeoutError."""
+        start = time.monotonic()
+        deadline = start + timeout
         while True:
             left = max(_LEAST_S, deadline - time.monotonic()) if verb == "apply" else None  # others return at once
             try:
@@ -289,7 +291,7 @@ class EngineClient:
             except EngineError as error:
                 if error.kind != BUSY or time.monotonic() > deadline:
                     raise
-            self._ended(verb, self.state(), deadline - time.monotonic())  # a look is cheaper, and in no access log
+            self._ended(verb, self.state(), timeout, start)  # a look is cheaper, and in no access log
 
     def _ask(self, verb: str, kind: type[T], body: Mapping[str, Any] | None = None, timeout: float | None = None) -> T:
         """Ask for a verb. Raises EngineError."""
