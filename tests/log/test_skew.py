@@ -90,6 +90,16 @@ def test_a_newest_manifest_of_a_newer_format(key: Any) -> None:
     assert pulse.Subscriber(store, public_key=public).sync(live, version=1).version == 1
 
 
+def test_a_format_that_is_no_longer_read_is_named_with_what_wrote_it() -> None:
+    store = history_of(1)
+    edit(store, 0, format_version=0, software="pulse-rl 0.0.1")
+    with pytest.raises(pulse.IntegrityError) as raised:
+        pulse.Subscriber(store).sync(zeros())
+    assert "version 1, all that this release reads, found pulse-rl/history version 0, written by pulse-rl 0.0.1" in str(
+        raised.value
+    )
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_history_of_a_newer_format_is_not_pruned(damaged: bool) -> None:
     """What a newer release keeps, an older one cannot know; also where its very newest manifest is damaged."""

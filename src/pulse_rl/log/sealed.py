@@ -13,7 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from pulse_rl.documents import decode_json
-from pulse_rl.errors import FormatError, IntegrityError, skew, translate
+from pulse_rl.errors import FormatError, IntegrityError, printable, skew, translate
 from pulse_rl.store.base import Store, read_up_to
 
 if TYPE_CHECKING:
@@ -81,12 +81,13 @@ def open_sealed(
         _verify(data, found[2], key, form.noun, wrong)
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
         head = decode_json(data, _Head, f"{where} is not a {form.noun}")
+        writer = head.software if isinstance(head.software, str) else None
         if head.format == form.name and head.format_version > form.version:
-            writer = head.software if isinstance(head.software, str) else None
             raise skew(form.whole, head.format_version, form.version, written_by=writer, source=where)
         if (head.format, head.format_version) != (form.name, form.version):
             raise wrong(
-                f": expected {form.name} version {form.version}, found {head.format} version {head.format_version}"
+                f": expected {form.name} version {form.version}, all that this release reads, found {head.format} "
+                f"version {head.format_version}{f', written by {printable(writer)}' if writer else ''}"
             )
         return decode_json(data, kind, f"{where} is not a {form.noun}")
 
