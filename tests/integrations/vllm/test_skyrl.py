@@ -154,8 +154,9 @@ def test_real_steps_reach_skyrls_own_server_also_after_a_kill(tmp_path: Path) ->
         )
 
     skyrl.register()
-    server = started().wait()
+    server = started()
     try:
+        server.wait()
         engine: Any = weight_senders.build_trainer_engine(
             ie_cfg=InferenceEngineConfig(
                 weight_sync_backend="delta", delta_weight_sync=DeltaWeightSyncConfig(sync_dir=str(store))
