@@ -3,18 +3,23 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import pulse_rl as pulse
+from pulse_rl import parallel
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Rounds
 from pulse_rl.loco import masters
-from pulse_rl.loco.exchange import Timings
+from pulse_rl.loco.contributions import Contribution
+from pulse_rl.loco.exchange import Timings, add_up
 from pulse_rl.loco.outcome import Outcome
+from pulse_rl.loco.payload import Coding
 from pulse_rl.loco.sums import Mean
+from pulse_rl.loco.trainer import Trainer
 from tests.loco.ranks import Model, Ranks, adam, bits, good, inner_step, trainable
 
 
@@ -83,6 +88,29 @@ def test_a_parameter_that_has_not_moved_becomes_theta_with_its_sign() -> None:
     expected = theta - (frozen - torch.tensor([0.0, -0.0, 1.0, 0.3 + 1e-4, 1e-3 + 1e3]))
     assert bits({"w": live[3:]}) == bits({"w": expected[3:]})
     assert bits({"w": live[:3]}) == bits({"w": theta[:3]})
+
+
+@pytest.mark.parametrize("value_dtype", ["log8", "float32", "dense"])
+def test_small_parameters_are_handed_to_threads_together(value_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 parameters, through the steps of a round: to hand each to a thread takes longer than the work on it."""
+    live = {f"w{number}": torch.nn.Parameter(torch.randn(40) * 0.02) for number in range(300)}
+    held = masters.Masters(live, with_residual=value_dtype != "dense")
+    contribution = Contribution(held, Coding("bfloat16", value_dtype), 0, "gather")
+    trainer = Trainer(held, contribution, {}, lr=0.7, mu=0.9)
+    with torch.no_grad():
+        for parameter in live.values():
+            parameter.mul_(1.01)
+    handed = Mock(wraps=parallel.submit)
+    monkeypatch.setattr(parallel, "threads", lambda: 2)
+    monkeypatch.setattr(parallel, "submit", handed)
+    sends = contribution.find()
+    (numbers,) = held.fragments
+    fragment = contribution.fragment(numbers, sends)
+    means = add_up({0: memoryview(fragment.encode())}, fragment, None)
+    trainer.check(means)
+    trainer.commit(Outcome(1, sends, 0, ["gather"], means, Timings()), 0)
+    assert pulse.digest(live) == trainer.base
+    assert handed.call_count < 20
 
 
 def run_of(group: Any, rank: int, size: int, folder: str, resumed: bool) -> tuple[list[str], dict[str, bytes]]:

@@ -19,7 +19,8 @@ from pulse_rl.loco.gate import Sends, cast, find_sends
 from pulse_rl.loco.masters import Masters, MasterSegment
 from pulse_rl.loco.payload import NO_BITS, NO_CLASSES, Coding, Sent, SharedSegment, in_order, rounded
 from pulse_rl.loco.sums import Mean
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import map_together
+from pulse_rl.weights.segments import SEGMENT
 
 NO_SENDS = Sends(np.empty(0, np.uint32), np.empty(0, np.float32))
 
@@ -44,7 +45,8 @@ class Contribution:
         """
         sends: list[Sends] = []
         segments = self._masters.segments
-        for segment, found in zip(segments, ordered_map(self._find, segments), strict=True):
+        each = map_together(self._find, segments, self._masters.sizes, SEGMENT)
+        for segment, found in zip(segments, each, strict=True):
             if found is None:
                 raise FloatingPointError(
                     f"expected finite numbers in the pseudo-gradient of {segment.name!r}, found an infinity or NaN"
@@ -54,7 +56,7 @@ class Contribution:
 
     def counts(self, sends: list[Sends]) -> list[int]:
         """How many elements of each fragment are sent."""
-        sizes = [len(each.indices) for each in sends] or [segment.size for segment in self._masters.segments]
+        sizes = [len(each.indices) for each in sends] or self._masters.sizes
         return [sum(sizes[number] for number in fragment) for fragment in self._masters.fragments]
 
     def exchange(
@@ -79,7 +81,8 @@ class Contribution:
                 return shared, []
             return shared, [self._gradient(segment) if self._dense else in_order(sends[number], shared, self._coding)]
 
-        prepared = list(ordered_map(prepare, numbers))
+        sizes = self._masters.sizes[numbers.start : numbers.stop]
+        prepared = list(map_together(prepare, numbers, sizes, SEGMENT))
         return Fragment([one for _, sent in prepared for one in sent], [shared for shared, _ in prepared], self._coding)
 
     def _find(self, segment: MasterSegment) -> Sends | None:

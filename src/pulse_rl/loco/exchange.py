@@ -30,7 +30,8 @@ from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends, cast
 from pulse_rl.loco.payload import Coding, Decoder, Sent, SharedSegment
 from pulse_rl.loco.sums import Mean, mean_of
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import map_together
+from pulse_rl.weights.segments import SEGMENT
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
@@ -55,9 +56,14 @@ class Fragment(NamedTuple):
         return Fragment([mean.sparse() for mean in means], segments, self.coding._replace(value_dtype="float32"))
 
     @property
+    def sizes(self) -> list[int]:
+        """The elements of each segment."""
+        return [segment.size for segment in self.segments]
+
+    @property
     def limit(self) -> int:
         """The most bytes that a payload of these segments may have."""
-        return payload.limit([segment.size for segment in self.segments])
+        return payload.limit(self.sizes)
 
     def encode(self) -> bytes:
         """What is sent as a payload; no bytes where there are no segments."""
@@ -209,7 +215,7 @@ def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None)
     def add(number: int) -> Mean:
         return mean_of([one[number] for one in decoders], mine.segments[number], mine.coding)
 
-    return list(ordered_map(add, range(len(mine.segments))))
+    return list(map_together(add, range(len(mine.segments)), mine.sizes, SEGMENT))
 
 
 def open_from(rank: int, data: memoryview, fragment: Fragment) -> list[Decoder]:
@@ -230,5 +236,5 @@ def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     """The means of the range that another rank added up."""
     if not part.segments:
         return []
-    sends = ordered_map(lambda decode: decode(), open_from(rank, data, part.of_means()))
+    sends = map_together(lambda decode: decode(), open_from(rank, data, part.of_means()), part.sizes, SEGMENT)
     return [Mean(each.indices, each.values) for each in sends if isinstance(each, Sends)]

@@ -72,7 +72,8 @@ class Masters:
             for name, bits in self._live.items()
             for start, stop in segments(bits.size)
         ]
-        sizes = np.array([segment.size for segment in self.segments], np.int64)
+        self.sizes = [segment.size for segment in self.segments]
+        sizes = np.array(self.sizes, np.int64)
         self.fragments = [range(run.start, run.stop) for run in sliced(sizes, FRAGMENT)]
         self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
         self._empty_digest = sum(digests.mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)

@@ -11,7 +11,8 @@ from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.masters import Masters, MasterSegment
 from pulse_rl.loco.outcome import Outcome, StateAfter
 from pulse_rl.loco.sums import Mean
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import map_together
+from pulse_rl.weights.segments import SEGMENT
 
 
 class Trainer:
@@ -44,7 +45,8 @@ class Trainer:
             return loco.overflows(segment.shared, segment.momentum, mean.dense(segment.size), self._lr, self._mu)
 
         segments = self.masters.segments
-        for segment, broken in zip(segments, ordered_map(overflows, zip(segments, means, strict=True)), strict=True):
+        each = map_together(overflows, zip(segments, means, strict=True), self.masters.sizes, SEGMENT)
+        for segment, broken in zip(segments, each, strict=True):
             if broken:
                 raise FloatingPointError(
                     f"the outer step overflows float32 in {segment.name!r}: expected finite weights after it, found an "
@@ -55,7 +57,11 @@ class Trainer:
         """Take the outer step of a round of so many inner steps."""
         masters = self.masters
         numbers = range(len(masters.segments))
-        terms = list(ordered_map(lambda number: masters.commit(number, outcome, self._lr, self._mu), numbers))
+
+        def commit(number: int) -> int:
+            return masters.commit(number, outcome, self._lr, self._mu)
+
+        terms = list(map_together(commit, numbers, masters.sizes, SEGMENT))
         masters.thaw()
         self.round = self.round + 1 if outcome.after is None else outcome.after.round
         self.inner_steps -= inner_steps

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray, field_of
-from pulse_rl.parallel import batched, ordered_map
+from pulse_rl.parallel import batched, map_together
 from pulse_rl.weights.bits import Bits, TorchBits
 from pulse_rl.weights.pieces import pieces_of
 from pulse_rl.weights.segments import SEGMENT, segments
@@ -49,15 +49,14 @@ def count(tensors: Mapping[str, Bits]) -> dict[str, int]:
         for several in batched(alike, lambda one: one[1].size, MARKED_AT_ONCE):
             if any_marked([bits for _, bits in several], *_COUNTED[dtype]):
                 here += several
-    runs = ((name, bits, run) for name, bits in here for run in segments(bits.size))
+    runs = [(name, bits, *run) for name, bits in here for run in segments(bits.size)]
+    sizes = (stop - start for _, _, start, stop in runs)
     found: Counter[str] = Counter()
-    for counted in ordered_map(_count, batched(runs, lambda one: one[2][1] - one[2][0], SEGMENT)):
-        found.update(counted)
+    for (name, *_), counted in zip(runs, map_together(_count, runs, sizes, SEGMENT), strict=True):
+        found[name] += counted
     return {name: found[name] for name in tensors if found[name]}
 
 
-def _count(several: list[tuple[str, Bits, tuple[int, int]]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for name, bits, run in several:
-        found[name] += int(np.count_nonzero(not_finite(bits.read(*run), bits.dtype)))
-    return found
+def _count(run: tuple[str, Bits, int, int]) -> int:
+    _, bits, start, stop = run
+    return int(np.count_nonzero(not_finite(bits.read(start, stop), bits.dtype)))
