@@ -33,18 +33,18 @@ class PulseWeightTransfer(EngineDelivery):
         publisher: Likewise.
         pause: Likewise.
         timeout: Likewise.
-
-    Attributes:
-        trainer: None; or TRL's trainer. Its step is then noted of each version, as {"step": 12}, and its log takes, as
-            means of its `logging_steps`, `pulse/payload_bytes`, `pulse/changed_ratio`, `pulse/publish_seconds` and
-            `pulse/pause_seconds`: of the engine that paused longest. Setting one that brings its weights another way
-            raises ValueError.
     """
 
     _trainer: Any = None
 
     @property
     def trainer(self) -> Any:
+        """None, or TRL's trainer.
+
+        Its step is then noted of each version, as {"step": 12}, and its log takes, as means of its `logging_steps`,
+        `pulse/payload_bytes`, `pulse/changed_ratio`, `pulse/publish_seconds` and `pulse/pause_seconds`: of the engine
+        that paused longest. Setting one that brings its weights another way raises ValueError.
+        """
         return self._trainer
 
     @trainer.setter
