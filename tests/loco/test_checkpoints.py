@@ -171,6 +171,7 @@ def test_malformed_states_are_refused_whole(ranks: Ranks) -> None:
         "momentum: expected finite numbers, found an infinity or NaN in b",
     )
     assert "1 inner steps later" in messages["workers within a round"][1]
+    assert "found 0, as a trainer with a Membership writes" in messages["workers 0"][1]
     assert (
         "momentum: expected the model's trainable parameters in float32, found others: a"
         in messages["another model"][1]

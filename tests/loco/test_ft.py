@@ -295,6 +295,7 @@ def test_a_checkpoint_is_each_trainers_own(world: World) -> None:
         rounds(loco, plain, optimizer, 2, 4)
     model = Model()
     optimizer = adam(model)
+    assert state[2]["workers"] == 0  # which trainers of a fixed number refuse
     with pulse.Membership(world.lighthouse, "plain", host="localhost") as members:
         again = pulse.PulseLoCo(model, optimizer, sync_every=EVERY, group=members)
         model.load_state_dict(state[0])

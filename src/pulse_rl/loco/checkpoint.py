@@ -1,14 +1,15 @@
 """The state of a trainer as a dict that torch.save and torch.distributed.checkpoint both take.
 
     kind                            "PulseLoCo" or "DiLoCo"
-    round, inner_steps, workers     whole numbers
+    round, inner_steps, workers     whole numbers; workers is 0 where trainers come and go
     theta, momentum                 name → float32 tensor of the parameter's shape, the same on all ranks
     residual                        str(rank) → name → likewise: in each rank's dict only its own
 
 To load a checkpoint of V ranks on W: rank w takes over the residuals of ranks w, w + W, w + 2W, … below V, adds them up
 and multiplies by W / V. A residual weighs 1 / V in the mean that it was kept from and 1 / W in the mean that it is sent
 in, so nothing is lost and nothing counts twice. Within a round the ranks' parameters differ, so
-a checkpoint goes to another number of ranks only if no inner step was taken since the last round.
+a checkpoint goes to another number of ranks only if no inner step was taken since the last round. Where trainers come
+and go each has its own checkpoint, whose residual was kept from means of no fixed number: only such a trainer loads it.
 """
 
 import operator
@@ -22,6 +23,7 @@ import torch
 from pulse_rl.errors import printable
 from pulse_rl.group.collectives import RankPlace
 from pulse_rl.loco.masters import Masters
+from pulse_rl.loco.members import Members
 from pulse_rl.loco.trainer import Trainer
 
 _COUNTS = ("round", "inner_steps", "workers")
@@ -29,9 +31,9 @@ _TABLES = ("theta", "momentum", "residual")
 _MOST = (1 << 63) - 1  # what the ranks compare numbers in
 
 
-def state_dict(trainer: Trainer, place: RankPlace, workers: int | None) -> dict[str, Any]:
+def state_dict(trainer: Trainer, members: Members, workers: int | None) -> dict[str, Any]:
     """The state; with `workers`, a dict to load a checkpoint of that many ranks into: its residuals are new zeros."""
-    masters = trainer.masters
+    masters, place = trainer.masters, members.place
     filled = workers is None or workers == place.size
     residual = {
         str(rank): {
@@ -44,16 +46,16 @@ def state_dict(trainer: Trainer, place: RankPlace, workers: int | None) -> dict[
         "kind": _kind(masters),
         "round": trainer.round,
         "inner_steps": trainer.inner_steps,
-        "workers": workers or place.size,
+        "workers": workers or (0 if members.elastic else place.size),
         "theta": _tensors(masters, masters.theta),
         "momentum": _tensors(masters, masters.momentum),
         "residual": residual if masters.residual else {},
     }
 
 
-def load_state_dict(trainer: Trainer, place: RankPlace, state: dict[str, Any]) -> None:
+def load_state_dict(trainer: Trainer, members: Members, state: dict[str, Any]) -> None:
     """Load a state. All of it is checked before anything is changed."""
-    masters = trainer.masters
+    masters, place = trainer.masters, members.place
     if not isinstance(state, Mapping):
         raise TypeError(f"state: expected what state_dict gave, a dict, found {type(state).__name__}")
     if missing := [name for name in ("kind", *_COUNTS, *_TABLES) if name not in state]:
@@ -63,8 +65,12 @@ def load_state_dict(trainer: Trainer, place: RankPlace, state: dict[str, Any]) -
         if not isinstance(table, Mapping):
             raise TypeError(f"{name}: expected a dict, found {type(table).__name__}")
     done, inner_steps, workers = (_whole_number(state, name) for name in _COUNTS)
-    if workers < 1:
-        raise ValueError(f"workers: expected at least 1 trainer, found {workers}")
+    if not workers and not members.elastic:
+        raise ValueError(
+            "workers: expected a checkpoint of a fixed number of trainers, found 0, as a trainer with a Membership "
+            "writes: give it a Membership again, or changes would be lost"
+        )
+    workers = workers or place.size
     if (kind := state["kind"]) != _kind(masters):
         raise ValueError(
             f"expected the state of a {_kind(masters)}, found that of a {printable(str(kind)[:80])}, which keeps other "

@@ -250,7 +250,7 @@ class LocalSteps:
             )
         if not self._masters.whole:
             raise RuntimeError("state_dict: the transfer of another trainer's state was cut off: load a checkpoint")
-        return checkpoint.state_dict(self._trainer, self._members.place, workers)
+        return checkpoint.state_dict(self._trainer, self._members, workers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state before the context is entered.
@@ -263,13 +263,14 @@ class LocalSteps:
         Raises:
             TypeError: The state, or something in it, is no dict or no dense tensor.
             ValueError: The state lacks something, holds an infinity or NaN, is of another model, of the other of
-                PulseLoCo and DiLoCo, or lacks a residual that this rank has to take over. Nothing is changed then.
+                PulseLoCo and DiLoCo, of a trainer with a Membership where this one has none, or lacks a residual that
+                this rank has to take over. Nothing is changed then.
             RuntimeError: The context is entered.
         """
         if self._steps is not None:
             raise RuntimeError("load_state_dict: call it before the context is entered")
         self._rebind()
-        checkpoint.load_state_dict(self._trainer, self._members.place, state)
+        checkpoint.load_state_dict(self._trainer, self._members, state)
         self._loaded = True
 
     def sync(self) -> LocoReport:
