@@ -1,6 +1,7 @@
 """The store protocol: the same tests for every writable store; the servers are real."""
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -174,6 +175,20 @@ def test_a_directory_has_one_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert pulse.open_store("../link/../run").url == (tmp_path / "b" / "run").as_uri()
     assert pulse.open_store("run").url == (tmp_path / "a" / "run").as_uri()
     assert pulse.open_store(tmp_path / "link").url == (tmp_path / "link").as_uri()
+
+
+def test_a_file_system_without_hard_links_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a mounted bucket: a version would be uploaded, and could not be committed."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(pulse.StoreError, match="expected a file system that makes hard links"):
+        pulse.Publisher(tmp_path / "run").publish({"w": np.zeros(3, np.uint16)}, version=0)
+    assert not any((tmp_path / "run").iterdir())
 
 
 def test_what_is_pruned_leaves_no_empty_directories(tmp_path: Path) -> None:

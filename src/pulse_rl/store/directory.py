@@ -4,6 +4,7 @@ obstore reads and lists it. Objects are written here, as obstore does not wait f
 """
 
 import builtins
+import errno
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from pulse_rl.store.objects import PART_NBYTES, ObjectStore
 from pulse_rl.store.requests import need_threads
 
 _STAGED = re.compile(r"(.*)#\d+", re.DOTALL)  # names of what is written beside its place
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems refuse a hard link
 
 
 class DirectoryStore(ObjectStore):
@@ -62,6 +64,27 @@ class DirectoryStore(ObjectStore):
                 to_disk(path.parent)
             finally:
                 staged.unlink(missing_ok=True)
+
+    def check_create(self) -> None:
+        """As in `Store`. To put if absent takes a hard link, which mounted buckets and some disks cannot make."""
+        with self._translated("write", "a test"):
+            make_directory(self.path)
+            probe, link = (self.path / f"probe#{secrets.randbits(63)}" for _ in range(2))
+            try:
+                probe.touch()
+                linked(probe, link)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                raise StoreError(
+                    f"{self.url} cannot hold a history: expected a file system that makes hard links, by which a "
+                    f"version is committed, found that it makes none ({error.strerror}); name a mounted bucket by its "
+                    "own URL, or a directory of another file system",
+                    url=self.url,
+                ) from None
+            finally:
+                for path in (probe, link):
+                    path.unlink(missing_ok=True)
 
     def stream_from(self, name: str, start: int) -> Iterator[memoryview]:
         """As in `ObjectStore`. obstore hands over 8 kB of a file at a time, each from another thread."""

@@ -81,7 +81,7 @@ class ObjectStore:
                 obstore.put(inner, name, data, chunk_size=PART_NBYTES, max_concurrency=PARTS_AT_ONCE)
 
     def check_create(self) -> None:
-        """Memory and directories can be relied on."""
+        """Memory can be relied on."""
 
     def get(self, name: str) -> memoryview:
         with self._translated("read", name):
