@@ -144,7 +144,12 @@ class World:
         return found
 
     def pull(self) -> PolicyBatch:
-        batch: PolicyBatch = wait_for(lambda: self.dataflow.pull("solver"))
+        def ready() -> PolicyBatch | None:
+            if self._error:
+                raise self._error  # what it would have pushed never comes
+            return self.dataflow.pull("solver")
+
+        batch: PolicyBatch = wait_for(ready)
         return batch
 
     @property
