@@ -65,8 +65,8 @@ class DirectoryStore(ObjectStore):
             finally:
                 staged.unlink(missing_ok=True)
 
-    def check_create(self) -> None:
-        """As in `Store`. To put if absent takes a hard link, which mounted buckets and some disks cannot make."""
+    def _test_create(self) -> None:
+        """Make a hard link, which a put-if-absent takes, and which mounted buckets and some disks cannot make."""
         with self._translated("write", "a test"):
             make_directory(self.path)
             probe, link = (self.path / f"probe#{secrets.randbits(63)}" for _ in range(2))

@@ -7,6 +7,7 @@ retries. This file turns its exceptions into ours.
 import builtins
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import Any, Literal
 
 import obstore
@@ -29,6 +30,8 @@ class ObjectStore:
         self._inner = inner
         self._ignores_ranges = False  # whether its server has sent a whole object in spite of a range
         self.url = url
+        self._lock = Lock()
+        self._tested = False  # whether mode="create" can be relied on
 
     def _open(self) -> Any:
         """obstore's store; None for a directory that does not exist."""
@@ -81,6 +84,13 @@ class ObjectStore:
                 obstore.put(inner, name, data, chunk_size=PART_NBYTES, max_concurrency=PARTS_AT_ONCE)
 
     def check_create(self) -> None:
+        """As in `Store`: tested before the first use, and then known."""
+        with self._lock:
+            if not self._tested:
+                self._test_create()
+                self._tested = True
+
+    def _test_create(self) -> None:
         """Memory can be relied on."""
 
     def get(self, name: str) -> memoryview:

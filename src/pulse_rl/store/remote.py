@@ -3,8 +3,7 @@
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from threading import Lock
-from typing import Any, Literal
+from typing import Literal
 
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -59,11 +58,6 @@ class CloudStore(RemoteStore):
     the first, without any error.
     """
 
-    def __init__(self, inner: Any, url: str) -> None:
-        super().__init__(inner, url)
-        self._lock = Lock()
-        self._tested = False
-
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
     ) -> None:
@@ -71,14 +65,9 @@ class CloudStore(RemoteStore):
             self.check_create()
         super().put(name, data, mode=mode)
 
-    def check_create(self) -> None:
-        with self._lock:
-            if not self._tested:
-                self._test_create(f"probes/{secrets.token_hex(8)}")
-                self._tested = True
-
-    def _test_create(self, probe: str) -> None:
+    def _test_create(self) -> None:
         """Put two contents under one new name, only if absent; raise StoreError unless the first one stays."""
+        probe = f"probes/{secrets.token_hex(8)}"
         try:
             # The name is random: what exists already can only be the first attempt of this request, which was retried.
             with suppress(ObjectExistsError):
