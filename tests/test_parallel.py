@@ -2,8 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 
@@ -24,24 +22,6 @@ def test_every_item_once(threads: int) -> None:
         done: list[int] = []
         parallel.spread(done.append, range(size))
         assert sorted(done) == list(range(size))
-
-
-def test_small_items_are_taken_together_and_their_results_come_in_order(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, handed = [5, 1, 1, 1, 1, 9, 2], []
-
-    def note(function: Any, items: Iterable[Any]) -> Iterator[Any]:
-        for several in items:
-            handed.append([item for item, _ in several])
-            yield function(several)
-
-    assert list(parallel.map_together(str, range(7), sizes, 4)) == list("0123456")
-    monkeypatch.setattr(parallel, "ordered_map", note)
-    assert list(parallel.map_together(str, range(7), sizes, 4)) == list("0123456")
-    assert handed == [[0], [1, 2, 3, 4], [5], [6]]
-    with pytest.raises(ValueError, match="shorter"):
-        list(parallel.map_together(str, range(7), sizes[1:], 4))
 
 
 def test_an_error_is_raised_when_the_other_threads_have_ended(threads: int) -> None:

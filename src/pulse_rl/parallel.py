@@ -107,19 +107,6 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], most: int | None
     return map(function, items) if threads() == 1 else _in_order(_pool(), function, items, further)
 
 
-def map_together(function: Callable[[T], R], items: Iterable[T], sizes: Iterable[int], least: int) -> Iterator[R]:
-    """As `ordered_map`, several small items in one go of a thread: to hand one over may take longer than its work.
-
-    sizes: of the items; what a thread takes adds up to `least` or more, but for the last.
-    """
-
-    def work(several: list[tuple[T, int]]) -> list[R]:
-        return [function(item) for item, _ in several]
-
-    for found in ordered_map(work, batched(zip(items, sizes, strict=True), lambda one: one[1], least)):
-        yield from found
-
-
 def ahead(work: Callable[[T], R], items: Iterable[T], most: int, name: str) -> Iterator[R]:
     """Yield work(item) in the items' order, of so many items at a time, as for requests. `name` as of `at_once`."""
     with ThreadPoolExecutor(most, thread_name_prefix=name) as pool:

@@ -19,8 +19,7 @@ from pulse_rl.loco.gate import Sends, cast, find_sends
 from pulse_rl.loco.masters import Masters, MasterSegment
 from pulse_rl.loco.payload import NO_BITS, NO_CLASSES, Coding, Sent, SharedSegment, in_order, rounded
 from pulse_rl.loco.sums import Mean
-from pulse_rl.parallel import map_together
-from pulse_rl.weights.segments import SEGMENT
+from pulse_rl.weights.segments import map_segments
 
 NO_SENDS = Sends(np.empty(0, np.uint32), np.empty(0, np.float32))
 
@@ -45,7 +44,7 @@ class Contribution:
         """
         sends: list[Sends] = []
         segments = self._masters.segments
-        each = map_together(self._find, segments, self._masters.sizes, SEGMENT)
+        each = map_segments(self._find, segments, self._masters.sizes)
         for segment, found in zip(segments, each, strict=True):
             if found is None:
                 raise FloatingPointError(
@@ -82,7 +81,7 @@ class Contribution:
             return shared, [self._gradient(segment) if self._dense else in_order(sends[number], shared, self._coding)]
 
         sizes = self._masters.sizes[numbers.start : numbers.stop]
-        prepared = list(map_together(prepare, numbers, sizes, SEGMENT))
+        prepared = list(map_segments(prepare, numbers, sizes))
         return Fragment([one for _, sent in prepared for one in sent], [shared for shared, _ in prepared], self._coding)
 
     def _find(self, segment: MasterSegment) -> Sends | None:

@@ -30,8 +30,7 @@ from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends, cast
 from pulse_rl.loco.payload import Coding, Decoder, Sent, SharedSegment
 from pulse_rl.loco.sums import Mean, mean_of
-from pulse_rl.parallel import map_together
-from pulse_rl.weights.segments import SEGMENT
+from pulse_rl.weights.segments import map_segments
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
@@ -215,7 +214,7 @@ def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None)
     def add(number: int) -> Mean:
         return mean_of([one[number] for one in decoders], mine.segments[number], mine.coding)
 
-    return list(map_together(add, range(len(mine.segments)), mine.sizes, SEGMENT))
+    return list(map_segments(add, range(len(mine.segments)), mine.sizes))
 
 
 def open_from(rank: int, data: memoryview, fragment: Fragment) -> list[Decoder]:
@@ -236,5 +235,5 @@ def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     """The means of the range that another rank added up."""
     if not part.segments:
         return []
-    sends = map_together(lambda decode: decode(), open_from(rank, data, part.of_means()), part.sizes, SEGMENT)
+    sends = map_segments(lambda decode: decode(), open_from(rank, data, part.of_means()), part.sizes)
     return [Mean(each.indices, each.values) for each in sends if isinstance(each, Sends)]

@@ -48,9 +48,8 @@ from pulse_rl.kernels.cpu.classes import CLASSES, Classes, Places, arrange, coun
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import log8
 from pulse_rl.loco.gate import Sends, cast
-from pulse_rl.parallel import map_together
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.segments import SEGMENT
+from pulse_rl.weights.segments import map_segments
 
 ValueDtype: TypeAlias = Literal["log8", "float32", "bfloat16"]
 VALUE_DTYPES: tuple[str, ...] = get_args(ValueDtype)
@@ -121,7 +120,7 @@ def encode(sent: Sequence[Sent], segments: Sequence[SharedSegment], coding: Codi
     counts = np.array([len(one[0]) for one in sent], "<u4").tobytes()
     if coding.value_dtype == "log8":
         sizes = [segment.size for segment in segments]
-        coded = list(map_together(_encode_log8, zip(sent, segments, strict=True), sizes, SEGMENT))
+        coded = list(map_segments(_encode_log8, zip(sent, segments, strict=True), sizes))
         lengths = np.array([len(each) for each in coded], "<u4").tobytes()
         body = [LENGTHS.pack(sum(map(len, coded)), LOG8), counts, lengths, *coded]
     else:

@@ -11,8 +11,7 @@ from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.masters import Masters, MasterSegment
 from pulse_rl.loco.outcome import Outcome, StateAfter
 from pulse_rl.loco.sums import Mean
-from pulse_rl.parallel import map_together
-from pulse_rl.weights.segments import SEGMENT
+from pulse_rl.weights.segments import map_segments
 
 
 class Trainer:
@@ -45,7 +44,7 @@ class Trainer:
             return loco.overflows(segment.shared, segment.momentum, mean.dense(segment.size), self._lr, self._mu)
 
         segments = self.masters.segments
-        each = map_together(overflows, zip(segments, means, strict=True), self.masters.sizes, SEGMENT)
+        each = map_segments(overflows, zip(segments, means, strict=True), self.masters.sizes)
         for segment, broken in zip(segments, each, strict=True):
             if broken:
                 raise FloatingPointError(
@@ -61,7 +60,7 @@ class Trainer:
         def commit(number: int) -> int:
             return masters.commit(number, outcome, self._lr, self._mu)
 
-        terms = list(map_together(commit, numbers, masters.sizes, SEGMENT))
+        terms = list(map_segments(commit, numbers, masters.sizes))
         masters.thaw()
         self.round = self.round + 1 if outcome.after is None else outcome.after.round
         self.inner_steps -= inner_steps

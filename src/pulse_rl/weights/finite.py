@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray, field_of
-from pulse_rl.parallel import batched, map_together
+from pulse_rl.parallel import batched
 from pulse_rl.weights.bits import Bits, TorchBits
 from pulse_rl.weights.pieces import pieces_of
-from pulse_rl.weights.segments import SEGMENT, segments
+from pulse_rl.weights.segments import map_segments, segments
 from pulse_rl.weights.torch_bits import MARKED_AT_ONCE, any_marked
 
 # Of each format: which bits tell, and what they are. Most keep their highest exponent for infinities and NaN.
@@ -52,7 +52,7 @@ def count(tensors: Mapping[str, Bits]) -> dict[str, int]:
     runs = [(name, bits, *run) for name, bits in here for run in segments(bits.size)]
     sizes = (stop - start for _, _, start, stop in runs)
     found: Counter[str] = Counter()
-    for (name, *_), counted in zip(runs, map_together(_count, runs, sizes, SEGMENT), strict=True):
+    for (name, *_), counted in zip(runs, map_segments(_count, runs, sizes), strict=True):
         found[name] += counted
     return {name: found[name] for name in tensors if found[name]}
 
