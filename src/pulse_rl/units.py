@@ -38,6 +38,12 @@ def parse_bandwidth(text: str, what: str) -> float:
         ) from None
 
 
+def check_seconds(what: str, value: float) -> None:
+    """Raise ValueError unless a value is seconds, at least 0. what: the setting's name, which the error begins with."""
+    if not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{what}: expected seconds, at least 0, found {value!r}")
+
+
 def nbytes(count: float) -> str:
     """A size in decimal units, three digits: 13.4 MB."""
     for unit in ("B", "kB", "MB", "GB"):

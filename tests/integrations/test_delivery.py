@@ -30,6 +30,12 @@ def test_an_engine_that_is_away_is_named_once_with_the_seconds_that_are_left(
     assert message.endswith("it is tried again for up to 0 s")
 
 
+def test_a_timeout_that_is_no_number_is_refused_before_anything_is_published(tmp_path: Path) -> None:
+    for timeout in ("10m", -1, float("nan")):
+        with pytest.raises(ValueError, match="timeout: expected seconds"):
+            PulseWeightTransfer(tmp_path, ["http://127.0.0.1:8000"], timeout=timeout)  # type: ignore[arg-type]
+
+
 def test_a_trainer_that_brings_its_weights_another_way_is_refused(tmp_path: Path) -> None:
     transfer, other = (PulseWeightTransfer(tmp_path, ["http://127.0.0.1:8000"]) for _ in range(2))
     first, second = Has(is_main_process=True), Has(is_main_process=False)

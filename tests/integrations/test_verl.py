@@ -100,6 +100,12 @@ def test_the_engine_has_what_verl_calls() -> None:
     assert set(vars(engine)) >= CheckpointEngine.__abstractmethods__
 
 
+def test_a_timeout_that_is_no_number_is_refused_when_verl_begins(tmp_path: Path) -> None:
+    for is_master in (True, False, None):
+        with pytest.raises(ValueError, match="timeout: expected seconds"):
+            CheckpointEngineRegistry.get("pulse")(1, is_master, store=str(tmp_path), timeout="10m")
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """This process as the only trainer."""

@@ -18,6 +18,7 @@ from pulse_rl.engines.fleet import Engines
 from pulse_rl.engines.states import EngineReport, PauseMode
 from pulse_rl.errors import EngineError
 from pulse_rl.logs import logger
+from pulse_rl.units import check_seconds
 
 __all__ = ["EngineDelivery"]
 
@@ -45,6 +46,9 @@ class EngineDelivery:
         pause: What happens to requests that run while a version is written, as in `Engines.apply`.
         timeout: Seconds in which all engines must hold a version, engines that are started again included.
 
+    Raises:
+        ValueError: An argument makes no sense.
+
     Attributes:
         published: The report of the last version; None before the first.
         applied: What each engine reported of it, in the order of their addresses: the true pause, which the framework
@@ -60,6 +64,7 @@ class EngineDelivery:
         pause: PauseMode = "keep",
         timeout: float = 600.0,
     ) -> None:
+        check_seconds("timeout", timeout)
         self._store, self._pause, self._timeout = store, pause, timeout
         self._engines = engines if isinstance(engines, Engines) else Engines(engines)
         self._owned = publisher is None

@@ -23,6 +23,7 @@ from typing import Any
 from zlib import crc32
 
 from pulse_rl.errors import PulseError, require
+from pulse_rl.units import check_seconds
 
 NOTICE_S = 2.0  # within which a rollout worker that waits in vain notices that verl has begun anew
 
@@ -62,6 +63,7 @@ class PulseCheckpointEngine:
     ) -> None:
         from pulse_rl import Publisher, Subscriber, open_store  # each process of verl's imports this module
 
+        check_seconds("timeout", timeout)
         self._is_master, self._timeout = is_master, timeout
         self._version = -1  # until one is handed over
         self._updates = 0  # that verl has begun

@@ -31,6 +31,7 @@ from pulse_rl.history.versions import newest_readable
 from pulse_rl.log.beginning import FIRST, begin_at, encode_first
 from pulse_rl.log.objects import numbered
 from pulse_rl.store.base import ObjectInfo
+from pulse_rl.units import check_seconds
 
 UPLOADING_S = 60.0  # an upload that is under way writes more often than this
 GRACE_S = 3600.0  # the download of a full checkpoint of 4 GB over a home connection of 10 Mbit/s
@@ -74,10 +75,8 @@ class Retention:
             raise ValueError(f"retain: expected at least 1 version, a whole number, found {self.retain!r}")
         if self.keep_every is not None and (not isinstance(self.keep_every, int) or self.keep_every < 1):
             raise ValueError(f"keep_every: expected at least 1 anchor, a whole number, found {self.keep_every!r}")
-        if not isinstance(self.grace, int | float) or not self.grace >= 0:
-            raise ValueError(f"grace: expected seconds, at least 0, found {self.grace!r}")
-        if not self.expire >= 0:
-            raise ValueError(f"expire: expected seconds, at least 0, found {self.expire}")
+        check_seconds("grace", self.grace)
+        check_seconds("expire", self.expire)
 
     def plan(self, history: History, *, leftovers: bool = False) -> Pruning:
         """Find out what to delete now. Deletes nothing.

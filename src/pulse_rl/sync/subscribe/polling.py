@@ -7,6 +7,7 @@ from pulse_rl.errors import StoreError, VersionNotFoundError, one_line
 from pulse_rl.history.history import History
 from pulse_rl.patch.format import check_version
 from pulse_rl.store.patient import impatient
+from pulse_rl.units import check_seconds
 
 POLL_S, LONGEST_POLL_S = 0.05, 5.0  # between two looks; clouds charge for each
 SHARE = 1 / 20  # of the time waited: how much later than it could a version is seen
@@ -29,8 +30,7 @@ def wait(
     """
     store = history.store
     check_version("version", version)
-    if not isinstance(timeout, int | float) or not timeout >= 0:
-        raise ValueError(f"timeout: expected seconds, at least 0, found {timeout!r}")
+    check_seconds("timeout", timeout)
     start = time.monotonic()
     newest: int | None = None
     ask_at = start + FIRST_ASK_S
