@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import pulse_rl as pulse
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import restore
 from pulse_rl.sync.shares import Description, make_plan
@@ -69,6 +70,19 @@ def test_each_version_is_that_of_the_whole_weights(
     with pulse.Publisher(alone, anchor_every=4, codec=options.get("codec", "auto")) as publisher:
         changes = [publisher.publish(model(version)).changes for version in range(6)]
     assert [found for _, _, found, *_ in reports] == changes
+
+
+def test_what_is_kept_permanently_keeps_its_parts(ranks: Ranks, tmp_path: Path) -> None:
+    """A manifest names the list of a patch's parts, and the list alone names these: verified, and copied."""
+    store = str(tmp_path / "store")
+    ranks(publish, 2, store, list(range(8)), {"anchor_every": 2})
+    history = History(store)
+    delete_planned(history, Retention(2, 2, 0).plan(history, leftovers=True))
+    assert [manifest.version for manifest in History(store).manifests()] == [0, 4, 6, 7]
+    pulse.copy_history(store, tmp_path / "copy")
+    for place in (store, tmp_path / "copy"):
+        report = pulse.verify(place)
+        assert (report.problems, report.leftovers) == ((), ())
 
 
 def test_a_rank_sends_less_than_a_kilobyte_a_publish(ranks: Ranks, tmp_path: Path) -> None:

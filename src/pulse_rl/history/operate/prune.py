@@ -23,7 +23,7 @@ import msgspec
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.history import heartbeat
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.manifest import PARTS, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.unfinished import delete_partial, partial_uploads
 from pulse_rl.history.reading import FaultLog
 from pulse_rl.history.search import find_anchors
@@ -224,7 +224,8 @@ def _is_deleted(info: ObjectInfo, first: int, permanent: Permanent) -> bool:
     if sequence is None or sequence >= first:
         return False
     names = permanent.get(sequence, set())
-    return names is not None and info.name not in names
+    its_list = f"{info.name.rpartition('/')[0]}/{PARTS}"  # which alone a manifest names, where a patch has parts
+    return names is not None and names.isdisjoint((info.name, its_list))
 
 
 def delete_planned(history: History, pruning: Pruning, progress: Callable[[int, int], None] | None = None) -> None:
