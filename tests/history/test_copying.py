@@ -7,6 +7,7 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.history.history import History
+from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.store.base import ObjectInfo, Store
 from tests.conftest import Trainee
@@ -86,6 +87,27 @@ def test_a_damaged_object_is_not_copied(tmp_path: Path) -> None:
     source.put(name, sound)
     pulse.copy_history(source, target)
     assert pulse.verify(target).problems == ()
+
+
+def test_a_manifest_is_not_copied_as_it_never_was(tmp_path: Path) -> None:
+    """Its second reading, of which the copy is made, is damaged, or of a run that was begun anew meanwhile."""
+    source, anew = pulse.open_store(tmp_path / "a"), pulse.open_store(tmp_path / "b")
+    Run(source).publish(2)
+    Run(anew).publish(2)
+    for other in (b"other bytes", bytes(anew.get(manifest_name(1)))):
+        times: list[str] = []
+
+        def read(name: str, data: bytes, times: list[str] = times, other: bytes = other) -> bytes:
+            times.append(name)
+            return other if name == manifest_name(1) and times.count(name) == 2 else data
+
+        target = pulse.open_store("memory://")
+        with pytest.raises(pulse.IntegrityError) as raised:
+            pulse.copy_history(Through(source, read=read), target)
+        assert raised.value.name == manifest_name(1)
+        assert History(target).sequences() == [0]
+        assert pulse.copy_history(source, target).versions == 2
+        assert pulse.verify(target).problems == ()
 
 
 def test_another_history_is_not_overwritten(tmp_path: Path) -> None:

@@ -248,6 +248,15 @@ def holds(store: Store, manifest: Manifest) -> bool:
         return True
 
 
+def sealed(history: History, manifest: Manifest) -> bytes:
+    """The bytes of a manifest that was read. Raises IntegrityError if they are damaged or another one's by now."""
+    name = manifest_name(manifest.sequence)
+    data, where = read_up_to(history.store, name, MAX_MANIFEST_NBYTES), f"{name} in {history.store.url}"
+    if parse(data, manifest.sequence, history._keys, where) != manifest:
+        raise IntegrityError(f"{where} was another one when it was read before: is the store written anew?", name=name)
+    return data
+
+
 def seal(history: History, manifest: Manifest) -> bytes:
     """The bytes of a manifest, read back as every reader does: what none could read is never committed.
 

@@ -20,8 +20,8 @@ import msgspec
 
 from pulse_rl.errors import CannotListError, ObjectNotFoundError, StoreError
 from pulse_rl.history import ending
-from pulse_rl.history.history import History
-from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, PatchObject, manifest_name
+from pulse_rl.history.history import History, sealed
+from pulse_rl.history.manifest import Manifest, PatchObject, manifest_name
 from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
@@ -103,10 +103,10 @@ def copy_history(
     for done, sequence in enumerate(sequences):
         if progress is not None:
             progress(done, len(sequences), manifest_name(sequence))
-        manifest = history.read(sequence)
-        for one in manifest.each_view():
+        whole = history.read(sequence)
+        for one in whole.each_view():
             copy.version(history, one, listed)
-        copy.manifest(sequence)
+        copy.manifest(manifest_name(sequence), sealed(history, whole))
     copy.small(ending.END, ending.FORMAT.max_nbytes)
     return CopyReport(
         source=history.store.url,
@@ -171,10 +171,9 @@ class _Copy:
             with suppress(ObjectNotFoundError):  # it was pruned, or could not be made
                 self.object(skip, limit)
 
-    def manifest(self, sequence: int) -> None:
+    def manifest(self, name: str, data: bytes) -> None:
         """Commit a version in the target, byte for byte."""
-        name = manifest_name(sequence)
-        data, present = read_up_to(self._source, name, MAX_MANIFEST_NBYTES), name in self._there
+        present = name in self._there
         if not (has_bytes if present else create)(self._target, name, data):
             raise StoreError(
                 f"{self._target.url} holds another history than {self._source.url}: its {name} differs; copy to an "
