@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,6 +250,21 @@ def test_another_history_is_refused(run: Run, tmp_path: Path) -> None:
     assert run.is_held(tmp_path / "d" / "current") == 1
 
 
+def test_another_history_with_as_many_versions_is_no_rest(run: Run, tmp_path: Path) -> None:
+    """The run is begun anew in its store while a mirror looks, and ends with the version that the mirror has."""
+    with Mirror(run.store, tmp_path / "d") as mirror:
+        mirror.update()
+        shutil.rmtree(run.store)
+        Run(run.store).publish()
+        assert mirror.update() is None  # the same bits
+        shutil.rmtree(run.store)
+        other = Run(run.store)
+        other._trainee = Trainee(seed=1)
+        other.publish()
+        with pytest.raises(pulse.IntegrityError, match="holds another version 0 than before"):
+            mirror.update()
+
+
 @pytest.mark.parametrize("name", ["../../evil.json", ".pulse-rl.json", "/etc/evil.json", "a/b.json"])
 def test_a_hostile_name_of_an_asset_is_refused(run: Run, tmp_path: Path, name: str) -> None:
     history = pulse.History(run.store)
@@ -435,6 +451,13 @@ def test_a_cast_of_mapped_files_is_torch_s(tmp_path: Path) -> None:
     assert bits(load_file(found.folder / "model.safetensors")) == bits(cast)
     assert json.loads((found.folder / "config.json").read_text()) == {"dtype": "bfloat16", "x": 1}
     assert not (found.folder / "trainer_state.json").exists()
+
+
+@pytest.mark.parametrize("config", ["[]", '"llama"', "{", "null"])
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path, config: str) -> None:
+    save(tmp_path / "out" / "checkpoint-1", {"a": torch.randn(8)}, config=config)
+    with pytest.raises(ValueError, match=r"checkpoint-1/config\.json: expected a JSON object, found"):
+        publish(tmp_path / "out", tmp_path / "store", cast="bfloat16")
 
 
 def test_bits_of_files_that_cannot_be_cast_are_refused(tmp_path: Path) -> None:

@@ -167,12 +167,23 @@ class Subscriber:
 
         Raises:
             StoreError: The store failed.
-            IntegrityError: The newest manifest is damaged, or is not signed by the public key.
+            IntegrityError: The newest manifest is damaged, or is not signed by the public key; or the history was begun
+                anew, and its newest version has the number of the one that is held, and other weights.
         """
-        head = self.history.head(polling=True)
+        head, held = self.history.head(polling=True), self._proof.held
         if self._heart is not None and self._ranks.rank == 0 and not self._heart.repeat():
             self._heart.beat(Heartbeat(self._heart.id, None, None, None, None, 0.0, None))
-        return head.version if head else None
+        if head is None:
+            return None
+        if held is not None and held.version == head.version and held.digest != head.digest:
+            # Whoever compares numbers would find nothing new. With any other number the next sync says what is wrong.
+            raise IntegrityError(
+                f"{self.history.store.url} holds another version {head.version} than before: expected the digest "
+                f"{held.digest}, found {head.digest}; if that is intended, follow it with a new Subscriber",
+                expected=held.digest,
+                found=head.digest,
+            )
+        return head.version
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Look up which tensors the newest version has, without downloading it. `allocate` makes memory for them.
