@@ -305,6 +305,13 @@ def test_an_anchor_of_a_view_is_a_checkpoint_that_says_how_it_is_quantised(tmp_p
     assert all(one["architectures"] == ["Tiny"] for one in found.values())
 
 
+def test_a_config_that_no_view_can_add_to_is_refused() -> None:
+    publisher = pulse.Publisher("memory://", views=VIEWS)
+    with pytest.raises(ValueError, match=r"assets: config\.json: expected a JSON object, found \[\]"):
+        publisher.publish(Policy().weights, assets={"config.json": b"[]"})
+    assert publisher.publish(Policy().weights).version == 0  # nothing was committed
+
+
 def sharded(group: Any, rank: int, size: int, store: str, cut: int) -> list[str]:
     """Publish three versions of which each rank holds some rows. Returns what went wrong."""
     policy = Policy()

@@ -19,6 +19,7 @@ from pulse_rl.disk import read_file
 from pulse_rl.errors import FormatError, one_line
 from pulse_rl.folders.looking import check_poll, look
 from pulse_rl.folders.names import FolderName
+from pulse_rl.history.anchor import read_config
 from pulse_rl.history.manifest import is_file_name
 from pulse_rl.logs import logger
 from pulse_rl.sync.publish.publisher import Publisher
@@ -125,7 +126,7 @@ def _assets(folder: Path, marker: str | None, cast: str | None) -> dict[str, byt
         if file.name not in (*NO_ASSETS, marker)
     }
     if cast is not None and "config.json" in found:
-        config = json.loads(found["config.json"])
+        config = read_config(found["config.json"], str(folder / "config.json"))
         config.pop("torch_dtype", None)  # as it was called before
         found["config.json"] = json.dumps({**config, "dtype": cast}, indent=2, sort_keys=True).encode()
     return found

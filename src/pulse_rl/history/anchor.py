@@ -132,3 +132,14 @@ def model_config(weights: Any, cast: str | None) -> dict[str, bytes]:
     if cast is not None:
         document["dtype"] = cast
     return {"config.json": json.dumps(document, indent=2, sort_keys=True).encode()}
+
+
+def read_config(data: bytes, where: str) -> dict[str, Any]:
+    """The members of a config.json. where: what messages call it. Raises ValueError for anything but a JSON object."""
+    try:
+        found = json.loads(data)  # which takes NaN and Infinity, as some models have them there
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected a JSON object, found no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: expected a JSON object, found {found!r:.80}")
+    return found

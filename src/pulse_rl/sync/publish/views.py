@@ -14,6 +14,7 @@ from blake3 import blake3
 from pulse_rl.documents import check_view_name
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.anchor import read_config
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.sync.publish.attempt import Attempt, VersionStart
@@ -94,7 +95,7 @@ class ViewLine:
             return version.assets
         shapes = {name: spec.shape for name, spec in version.plan.tensors.items()}
         form = ViewFormat(self._view).config(shapes, version.plan.tied)
-        config = json.loads(version.assets[CONFIG]) | {"quantization_config": form}
+        config = read_config(version.assets[CONFIG], f"assets: {CONFIG}") | {"quantization_config": form}
         return {**version.assets, CONFIG: json.dumps(config, indent=2).encode()}
 
     def settle(self) -> None:
