@@ -41,6 +41,18 @@ def test_a_round_whose_outer_step_overflows_is_not_committed() -> None:
         assert isinstance(error, FloatingPointError)
     assert [one.loco.digest for one in trainers] == [before] * 2
     assert not any("commit" in info.name for info in store.list(""))
+    leave(*trainers)
+    # Whoever starts again meets the offers, until their round's folder is deleted, as the error says.
+    again = [Trainer(store, rank, outer_lr=1.0, value_dtype="log8") for rank in BOTH]
+    for error in together(*[one.loco.__enter__ for one in again]):
+        assert isinstance(error, FloatingPointError)
+        assert f"delete {names.round_folder(1)} in {store.url}" in error.__notes__[0]
+    for info in store.list(names.round_folder(1)):
+        store.delete(info.name)
+    enter(*again)
+    assert [one.loco.digest for one in again] == [before] * 2
+    run_rounds(again)
+    assert again[0].theta == again[1].theta
 
 
 @pytest.mark.parametrize(

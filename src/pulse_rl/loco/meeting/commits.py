@@ -168,6 +168,13 @@ class Meeting:
                 if not broken or not good:
                     raise
                 refused += [_refusal(offer, one_line(error, TEXT_CHARACTERS)) for offer in broken]
+            except FloatingPointError as error:
+                error.add_note(
+                    f"trainers that are started again meet these offers again: delete {names.round_folder(round)} in "
+                    f"{self.board.store.url} while none runs, and all go on from round {round - 1}; or begin another "
+                    "run in another store, from an earlier checkpoint"
+                )
+                raise
         for each in refused:
             log.warning("round %d: rank %d does not count: %s", round, each.rank, each.reason)
         commit = Commit(
