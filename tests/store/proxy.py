@@ -31,6 +31,7 @@ What = (
 
 # With the codes and messages of S3.
 STATUSES = {
+    200: ("InternalError", "We encountered an internal error. Please try again."),  # once S3 has begun to respond
     403: ("RequestTimeTooSkewed", "The difference between the request time and the current time is too large."),
     404: ("NoSuchKey", "The specified key does not exist."),
     409: ("ConditionalRequestConflict", "A conflicting conditional operation is in progress."),

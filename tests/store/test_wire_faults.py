@@ -171,6 +171,21 @@ def one_that_lasts(run: Run, what: What, method: str, path: str) -> None:
     run.labels = True
 
 
+def test_an_error_in_a_response_with_status_200_may_pass(run: Run) -> None:
+    """As S3 ends an upload or a deletion that fails after it has begun to respond: patience covers it."""
+    store = run.publisher.history.store
+    run.publisher = run.opened(patience=20, retain=1, grace=0)
+    for path in ("uploadId=", "?delete"):
+        failing = 4  # of obstore's own attempts with FEW all, and one of the next call's
+        fault = Fault(200, "POST", path, times=failing)
+        run.proxy.faults = [fault]
+        assert run.publish() is None
+        assert run.publish() is None
+        assert fault.hits == failing, path
+    assert store.list("manifests")[0].name.endswith("3.json")
+    assert run.recover().problems == ()
+
+
 @pytest.mark.parametrize(
     ("what", "path"),
     [

@@ -24,9 +24,11 @@ RETRY: Any = {
 }
 
 # What may pass, in obstore's words: no answer, or one of the server but those that say that it cannot do this at all.
-# Every failure of a web server begins with "Generic HTTP error".
+# An "error response" has status 200, and InternalError or SlowDown in its body: S3 had begun to respond. Every failure
+# of a web server begins with "Generic HTTP error".
 _MAY_PASS = re.compile(
-    r"status code: (408|429|5\d\d)|(?<!Generic )HTTP error: (?!builder error)|error decoding response body"
+    r"status code: (408|429|5\d\d)|returned error response|(?<!Generic )HTTP error: (?!builder error)"
+    r"|error decoding response body"
 )
 # Without credentials in the environment obstore asks the machine's own service for those of its role. No other request
 # has such an address, nor does a service of storage.
