@@ -40,6 +40,9 @@ _CREDENTIALS = {
     "Generic GCS error": "GOOGLE_APPLICATION_CREDENTIALS, the path of a service account's JSON key",
     "Generic MicrosoftAzure error": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
+# Where the end of an upload gets no answer, obstore aborts the upload and raises what that gives. If it has ended all
+# the same, that is this. The next attempt is a new upload.
+_NO_UPLOAD = "<Code>NoSuchUpload</Code>"
 _NEVER_PASS = re.compile(r"status code: (501|505)")
 
 
@@ -73,7 +76,8 @@ def need_threads() -> None:
 def may_pass(error: Exception) -> bool:
     """Whether a failure of obstore's may pass. Those of a directory are OSErrors or without an answer."""
     text = str(error).partition("\n\nDebug source")[0]
-    return isinstance(error, GenericError) and bool(_MAY_PASS.search(text)) and not _NEVER_PASS.search(text)
+    passing = isinstance(error, GenericError) and bool(_MAY_PASS.search(text)) and not _NEVER_PASS.search(text)
+    return passing or _NO_UPLOAD in text
 
 
 def ignores_range(error: BaseError) -> bool:
