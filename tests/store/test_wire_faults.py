@@ -171,16 +171,22 @@ def one_that_lasts(run: Run, what: What, method: str, path: str) -> None:
     run.labels = True
 
 
-def test_an_upload_or_deletion_whose_end_fails_is_tried_again(run: Run) -> None:
-    """S3 has begun to respond with status 200 and then fails, or has ended the upload and its answers are lost."""
+def test_what_s3_wants_to_be_tried_again_is(run: Run) -> None:
+    """It fails after a response with status 200 has begun, has ended an upload whose answers are lost, or is at work on
+    another put of the same object."""
     store = run.publisher.history.store
     run.publisher = run.opened(patience=20, retain=1, grace=0)
-    ends: list[tuple[What, str]] = [(200, "uploadId="), ("lose", "uploadId="), (200, "?delete")]
-    for what, path in ends:
-        run.proxy.faults = [fault := Fault(what, "POST", path, times=3)]  # all of obstore's attempts with FEW
+    ends: list[tuple[What, str, str]] = [
+        (200, "POST", "uploadId="),
+        ("lose", "POST", "uploadId="),
+        (200, "POST", "?delete"),
+        (409, "PUT", "manifests/"),
+    ]
+    for what, method, path in ends:
+        run.proxy.faults = [fault := Fault(what, method, path, times=3)]  # all of obstore's attempts with FEW
         assert [run.publish(), run.publish()] == [None, None]
         assert fault.hits == 3, (what, path)
-    assert [info.name[-6:] for info in store.list("manifests")] == ["5.json"]
+    assert [info.name[-6:] for info in store.list("manifests")] == ["7.json"]
     assert run.recover().problems == ()
 
 

@@ -62,7 +62,7 @@ class ObjectStore:
             if verb == "read" and isinstance(error, FileNotFoundError):
                 raise self._not_found(name) from None
             # An overwrite can meet a conflict too (409), which says nothing of the object.
-            if verb == "create" and isinstance(error, AlreadyExistsError):
+            if verb == "create" and isinstance(error, AlreadyExistsError) and not may_pass(error):
                 raise self._exists(name) from None
             verb = "write" if verb == "create" else verb
             raise StoreError(

@@ -40,9 +40,10 @@ _CREDENTIALS = {
     "Generic GCS error": "GOOGLE_APPLICATION_CREDENTIALS, the path of a service account's JSON key",
     "Generic MicrosoftAzure error": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
-# Where the end of an upload gets no answer, obstore aborts the upload and raises what that gives. If it has ended all
-# the same, that is this. The next attempt is a new upload.
-_NO_UPLOAD = "<Code>NoSuchUpload</Code>"
+# Codes of S3 whose status says otherwise. Where the end of an upload gets no answer, obstore aborts the upload and
+# raises what that gives: the first, if it has ended all the same; the next attempt is a new upload. The second does not
+# say whether an object exists: another put of it, perhaps this one's last attempt, or a deletion was under way.
+_TRY_AGAIN = ("<Code>NoSuchUpload</Code>", "<Code>ConditionalRequestConflict</Code>")
 _NEVER_PASS = re.compile(r"status code: (501|505)")
 
 
@@ -77,7 +78,7 @@ def may_pass(error: Exception) -> bool:
     """Whether a failure of obstore's may pass. Those of a directory are OSErrors or without an answer."""
     text = str(error).partition("\n\nDebug source")[0]
     passing = isinstance(error, GenericError) and bool(_MAY_PASS.search(text)) and not _NEVER_PASS.search(text)
-    return passing or _NO_UPLOAD in text
+    return passing or any(code in text for code in _TRY_AGAIN)
 
 
 def ignores_range(error: BaseError) -> bool:
