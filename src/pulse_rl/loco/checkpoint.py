@@ -1,15 +1,16 @@
 """The state of a trainer as a dict that torch.save and torch.distributed.checkpoint both take.
 
     kind                            "PulseLoCo" or "DiLoCo"
-    round, inner_steps, workers     whole numbers; workers is 0 where trainers come and go
+    round, inner_steps, workers     whole numbers; workers is 0 where the number of trainers is not fixed
     theta, momentum                 name → float32 tensor of the parameter's shape, the same on all ranks
     residual                        str(rank) → name → likewise: in each rank's dict only its own
 
 To load a checkpoint of V ranks on W: rank w takes over the residuals of ranks w, w + W, w + 2W, … below V, adds them up
 and multiplies by W / V. A residual weighs 1 / V in the mean that it was kept from and 1 / W in the mean that it is sent
 in, so nothing is lost and nothing counts twice. Within a round the ranks' parameters differ, so
-a checkpoint goes to another number of ranks only if no inner step was taken since the last round. Where trainers come
-and go each has its own checkpoint, whose residual was kept from means of no fixed number: only such a trainer loads it.
+a checkpoint goes to another number of ranks only if no inner step was taken since the last round. Where their
+number is not fixed each has its own checkpoint, whose residual was kept from means of no fixed number: only such a
+trainer loads it.
 """
 
 import operator
@@ -46,7 +47,7 @@ def state_dict(trainer: Trainer, members: Members, workers: int | None) -> dict[
         "kind": _kind(masters),
         "round": trainer.round,
         "inner_steps": trainer.inner_steps,
-        "workers": workers or (0 if members.elastic else place.size),
+        "workers": workers or members.workers,
         "theta": _tensors(masters, masters.theta),
         "momentum": _tensors(masters, masters.momentum),
         "residual": residual if masters.residual else {},
@@ -65,7 +66,7 @@ def load_state_dict(trainer: Trainer, members: Members, state: dict[str, Any]) -
         if not isinstance(table, Mapping):
             raise TypeError(f"{name}: expected a dict, found {type(table).__name__}")
     done, inner_steps, workers = (_whole_number(state, name) for name in _COUNTS)
-    if not workers and not members.elastic:
+    if not workers and members.workers:
         raise ValueError(
             "workers: expected a checkpoint of a fixed number of trainers, found 0, as a trainer with a Membership "
             "writes: give it a Membership again, or changes would be lost"

@@ -94,6 +94,7 @@ class ElasticMembers(GroupMembers):
     elastic = True
     no_overlap = "with a Membership, which may exchange a round again"
     place = RankPlace(0, 1)  # in checkpoints: each trainer saves its own residual only
+    workers = 0
 
     def __init__(self, lighthouse: str, name: str, *, timeout: float, host: str | None) -> None:
         self.name = name

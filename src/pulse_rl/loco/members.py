@@ -41,6 +41,7 @@ class Members(Protocol):
     """What a round needs of the trainers that take part in it."""
 
     place: RankPlace  # the rank, of how many, whose residual a checkpoint holds
+    workers: int  # of whose residuals a checkpoint is one; 0 where their number is not fixed
     turn: int  # of the trainer's phases, see `log8`
     elastic: bool = False  # whether trainers come and go, so that a round needs `join` first
     no_overlap: str | None = None  # why a round cannot be exchanged in the background by these trainers
@@ -135,6 +136,7 @@ class FixedMembers(GroupMembers):
 
     def __init__(self, group: Group) -> None:
         self.place = group.place
+        self.workers = group.size
         self.turn = log8.turn_of(group.rank)
         self._fixed = group
 

@@ -102,6 +102,7 @@ class StoreMembers(Members):
 
     def __init__(self, meeting: Meeting, *, anchor_every: int, retain: int) -> None:
         self.place = RankPlace(meeting.rank, meeting.board.size)
+        self.workers = meeting.board.size
         self.turn = log8.turn_of(meeting.rank)
         late = "with late_after, as what came too late counts in a round that follows at once"
         self.no_overlap = late if meeting.late_after is not None else None
