@@ -18,6 +18,7 @@ import pulse_rl as pulse
 from pulse_rl.cli.app import app
 from pulse_rl.errors import one_line
 from pulse_rl.history.history import History
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.operate.status import status
 from pulse_rl.patch.overlay import PatchSection
 from pulse_rl.patch.scan import Scan
@@ -256,7 +257,7 @@ def test_status_says_what_is_missing_of_a_view(tmp_path: Path, sequence: int, wh
     pull(tmp_path, "rows")
 
 
-def test_views_are_copied_pruned_and_signed_with_their_versions(tmp_path: Path) -> None:
+def test_views_are_copied_pruned_signed_and_ended_with_their_versions(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -268,6 +269,7 @@ def test_views_are_copied_pruned_and_signed_with_their_versions(tmp_path: Path) 
         for version in range(12):
             publisher.publish(policy.step(), version=version)
             held = policy.views(held)
+        publisher.end()
     assert held is not None
     pulse.copy_history(store, copy)
     newest = History(store).newest()
@@ -287,7 +289,20 @@ def test_views_are_copied_pruned_and_signed_with_their_versions(tmp_path: Path) 
             subscriber = pulse.Subscriber(place, view=name, public_key=key.public_key())
             subscriber.sync(weights := subscriber.allocate())
             assert same(weights, held[name])
+            assert subscriber.ended
             pull(place, name, version=6)
+
+
+def test_an_older_anchor_stays_while_that_of_a_view_is_incomplete(tmp_path: Path) -> None:
+    """Pruning keeps what a view needs, also where the weights themselves would do with less."""
+    policy, publisher = Policy(), pulse.Publisher(tmp_path, views=VIEWS, anchor_every=3)
+    for _ in range(8):
+        publisher.publish(policy.step())
+    history = History(tmp_path)
+    (tmp_path / history.of("fp8").read(6).anchor[0].name).unlink()
+    delete_planned(history, Retention(1, None, 0).plan(history))
+    assert history.sequences() == [3, 4, 5, 6, 7]
+    pull(tmp_path, "fp8")
 
 
 def test_an_anchor_of_a_view_is_a_checkpoint_that_says_how_it_is_quantised(tmp_path: Path) -> None:

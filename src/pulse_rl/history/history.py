@@ -224,7 +224,9 @@ class History(Versions):
             Whether it is. A mark of another history, or by another key, does not count.
         """
         mark = ending.read(self.store, self._keys)
-        return mark is not None and (head := self.head()) is not None and mark == ending.mark_of(head)
+        if mark is None or (head := self.head()) is None:
+            return False
+        return mark == ending.mark_of(self._whole(head.sequence).manifest)  # it names the version, not a view of it
 
     def forget(self) -> None:
         """Read everything anew from now on, so that what was once read wrong is not believed for ever."""

@@ -160,10 +160,11 @@ class Retention:
                 f"version {oldest.version}, the oldest to keep, can only be reached from the oldest anchor: a version "
                 "goes when a later one to keep has an anchor (Publisher(anchor_every=…), publish(…, anchor=True))"
             )
-        # 3. It needs an anchor. One with a missing or truncated file leads nowhere: then the one before is needed.
+        # 3. It needs an anchor, in each view. Where a file is missing or truncated, the anchor before is needed.
         files = {info.name: info.nbytes for info in history.store.list("anchors")}
         for anchor in find_anchors(history, oldest, FaultLog()):
-            if anchor.sequence >= begins and all(files.get(ref.name) == ref.nbytes for ref in anchor.anchor):
+            needed = [ref for one in anchor.each_view() for ref in one.anchor]
+            if anchor.sequence >= begins and all(files.get(ref.name) == ref.nbytes for ref in needed):
                 return anchor.sequence, None
         raise IntegrityError(
             f"nothing is deleted from {history.store.url}: no anchor that is complete leads to version "
