@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import pulse_rl as pulse
 from tests.loco.ranks import Model, Ranks, adam, good, inner_step
@@ -83,6 +85,18 @@ def test_models_that_a_round_would_get_wrong_are_refused(ranks: Ranks) -> None:
     assert ": wide:" in messages["expanded"]
     assert "1 others" in messages["strangers"]
     assert "load the model before this state" in messages["order"]
+
+
+def shard(group: Any, rank: int, size: int) -> str:
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(TypeError) as caught:
+        pulse.PulseLoCo(model, torch.optim.AdamW(model.parameters()), sync_every=1, group=group)
+    return str(caught.value)
+
+
+def test_shares_of_parameters_are_refused_by_name(ranks: Ranks) -> None:
+    assert all(message.startswith("parameter 'bias': ") for message in good(ranks(shard, 2)))
 
 
 def differ(group: Any, rank: int, size: int, what: str) -> None:

@@ -21,6 +21,7 @@ from pulse_rl.loco.outcome import Outcome
 from pulse_rl.parallel import sliced
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, layout
+from pulse_rl.weights.pieces import Pieces
 from pulse_rl.weights.segments import segments
 
 FRAGMENT = 1 << 25  # elements: 128 MB of float32
@@ -215,6 +216,12 @@ def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:
                 "pseudo-gradient would hold rounding error; keep float32 masters and compute under autocast"
             )
     live = layout(parameters)
+    for name, bits in live.items():
+        if isinstance(bits, Pieces) and sum(piece.box.size for piece in bits.pieces) < bits.size:
+            raise TypeError(
+                f"parameter {name!r}: expected all of its elements in each trainer's process, found a share of them, "
+                "as FSDP and tensor parallelism give: let each trainer hold the whole model"
+            )
     extents = sorted((bits.extent, name) for name, bits in live.items() if bits.size)
     odd = [name for name, bits in live.items() if not bits.writable]
     odd += [b for ((where, _, stop), _), ((there, start, _), b) in pairwise(extents) if where == there and start < stop]

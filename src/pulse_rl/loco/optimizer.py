@@ -56,7 +56,7 @@ class PulseLoCo(LocalSteps):
     Raises:
         ValueError: An argument is out of range or unknown, the inner optimizer lacks a trainable parameter or has
             others, or parameters share memory.
-        TypeError: A trainable parameter is not float32.
+        TypeError: A trainable parameter is not float32, or this process has only a share of it.
         ExchangeError: There is no process group.
     """
 
@@ -144,7 +144,7 @@ class DiLoCo(LocalSteps):
     Raises:
         ValueError: An argument is out of range, the inner optimizer lacks a trainable parameter or has others, or
             parameters share memory.
-        TypeError: A trainable parameter is not float32.
+        TypeError: A trainable parameter is not float32, or this process has only a share of it.
         ExchangeError: There is no process group.
     """
 
