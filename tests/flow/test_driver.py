@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
-from pulse_rl import Publisher
+from pulse_rl import Publisher, PulseLoCo, StoreGroup
 from pulse_rl.errors import PulseError
 from pulse_rl.flow import directory as run_directory
 from pulse_rl.flow import recipe_file
@@ -221,3 +222,17 @@ def test_a_new_run_leaves_the_history_of_another_alone(tmp_path: Path) -> None:
         run.prepare(recipe_file.load("math", sets))
     assert not (tmp_path / "run").exists()
     assert run.prepare(recipe_file.load("math", [*sets, f"store={tmp_path / 'other'}"])).out == str(tmp_path / "run")
+
+
+def test_a_new_run_does_not_join_the_trainers_of_another(tmp_path: Path) -> None:
+    """It would begin with their rounds done, and end without a step where these are all it has."""
+    meeting = tmp_path / "meeting"
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with PulseLoCo(model, optimizer, sync_every=1, group=StoreGroup(meeting, rank=0, world_size=1)):
+        pass
+    sets = ["model=tiny", f"out={tmp_path / 'run'}", "trainers=2", f"trainer_store={meeting}"]
+    with pytest.raises(FileExistsError, match=r"policies\.solver\.trainer_store: .* --resume"):
+        run.prepare(recipe_file.load("math", sets))
+    assert not (tmp_path / "run").exists()
+    assert run.prepare(recipe_file.load("math", [*sets, f"trainer_store={tmp_path / 'other'}"]))

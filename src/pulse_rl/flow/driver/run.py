@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pulse_rl import History
+from pulse_rl import History, open_store
 from pulse_rl.disk import write_stream
 from pulse_rl.errors import ProcessDiedError, PulseError, require, require_installed
 from pulse_rl.flow import directory as run_directory
@@ -47,7 +47,7 @@ def prepare(recipe: Recipe) -> Recipe:
     """Check what a new run needs, and make its directory. No process is started yet.
 
     Raises ValueError for a bad setting, FileExistsError if the directory holds a run already, or the store the history
-    of another, OSError or StoreError if the directory or the store cannot be written.
+    of another, or a `trainer_store` its rounds, OSError or StoreError if the directory or the store cannot be written.
     """
     _check(recipe)
     run_directory.refuse_running(recipe.directory)
@@ -56,8 +56,10 @@ def prepare(recipe: Recipe) -> Recipe:
             f"{recipe.out} holds a run already: continue it with --resume {recipe.out}, or choose another --out"
         )
     run_directory.make(recipe.out, recipe.base_url)
-    for policy in recipe.policies:
-        _refuse_history(recipe, policy)
+    for name, policy in recipe.policies.items():
+        _refuse_history(recipe, name)
+        if policy.trainer_store is not None:
+            _refuse_rounds(recipe, name, policy.trainer_store)
     return recipe
 
 
@@ -69,6 +71,19 @@ def _refuse_history(recipe: Recipe, policy: str) -> None:
         raise FileExistsError(
             f"store: {url} holds the history of a run already, with versions up to {head.version}: continue that run "
             "with --resume, or name another --store"
+        )
+
+
+def _refuse_rounds(recipe: Recipe, policy: str, url: str) -> None:
+    """The trainers of a new run would join those of another one, and take its rounds for their own."""
+    from pulse_rl.loco.meeting.names import FOLDER  # whose room imports torch
+
+    if open_store(url).list(FOLDER):
+        run_directory.remove(recipe.directory)
+        raise FileExistsError(
+            f"policies.{policy}.trainer_store: {url} holds the rounds of another run's trainers, which new ones would "
+            f"join: continue that run with --resume, name another store, or delete the folder {FOLDER} there if no run "
+            "needs it"
         )
 
 
