@@ -1,6 +1,7 @@
 """Copies of histories, and assets for workers on other machines."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pulse_rl.store.base import ObjectInfo, Store
 from tests.conftest import Trainee
 from tests.history.test_status import Run, command
 from tests.store import servers
-from tests.store.through import Through, after_some
+from tests.store.through import Through, after_some, unlisted
 
 FOLDERS = ("manifests", "patches", "trails", "anchors")
 
@@ -70,6 +71,24 @@ def test_a_copy_that_is_interrupted_anywhere(tmp_path: Path) -> None:
                 assert pulse.verify(target).bad_versions == ()
     assert attempts == 7
     assert report.present > 10
+    assert pulse.verify(target).problems == ()
+
+
+def test_a_reader_that_cannot_list_has_a_version_at_any_moment_of_a_copy() -> None:
+    """Also where the source was pruned beyond all that an earlier copy has."""
+    source, target = pulse.open_store("memory://"), pulse.open_store("memory://")
+    run = Run(source, anchor_every=3)
+    run.publish(4)
+    pulse.copy_history(source, target)
+    run.publish(16)
+    history, held = History(source), [6]
+    delete_planned(history, Retention(5, 2, 0).plan(history))
+    while held[-1] != 38:
+        with suppress(pulse.StoreError):
+            pulse.copy_history(source, Through(target, before=after_some(3)), patience=0)
+        held.append(pulse.Subscriber(Through(target, before=unlisted), patience=0).sync(run.empty()).version)
+    assert held == sorted(held)
+    pulse.copy_history(source, target)
     assert pulse.verify(target).problems == ()
 
 

@@ -1,7 +1,8 @@
 """Copying a history to another store: object by object, every hash compared, each manifest after what it names.
 
 So the copy is a sound history at any moment, however far it is; an interrupted copy goes on where it ended. What is
-copied is what manifests and trails name: neither leftovers nor heartbeats.
+copied is what manifests and trails name: neither leftovers nor heartbeats. The anchors that a pruning has left for good
+come last, as there may be gaps only before the number with which a history begins.
 
 Grace periods and the ages that `status` shows count from the times at which manifests were written. A directory gets
 the times of the source; a bucket gives an object its own, so that there they begin anew with the copy.
@@ -26,7 +27,7 @@ from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
 from pulse_rl.history.versions import some_sequences
-from pulse_rl.log import beginning
+from pulse_rl.log.beginning import FIRST, encode_first
 from pulse_rl.log.objects import ObjectRef, create, fetch_parts, limit_of
 from pulse_rl.log.signing import PublicKey
 from pulse_rl.store.base import Store, has_bytes, read_up_to
@@ -97,16 +98,17 @@ def copy_history(
         raise ValueError(f"expected another store to copy to, found {there.url} twice")
     sequences = some_sequences(history)
     there.check_create()
-    copy = _Copy(history.store, there)
-    copy.small(beginning.FIRST, beginning.FORMAT.max_nbytes)  # where it begins, before the first manifest
+    copy, first = _Copy(history.store, there), history.first()
     listed, newest = set(sequences), history.read(sequences[-1])
-    for done, sequence in enumerate(sequences):
+    for done, sequence in enumerate(sorted(sequences, key=lambda sequence: (sequence < first, sequence))):
         if progress is not None:
             progress(done, len(sequences), manifest_name(sequence))
         whole = history.read(sequence)
         for one in whole.each_view():
             copy.version(history, one, listed)
         copy.manifest(manifest_name(sequence), sealed(history, whole))
+        if done == 0:
+            copy.begin(first)
     copy.small(ending.END, ending.FORMAT.max_nbytes)
     return CopyReport(
         source=history.store.url,
@@ -183,8 +185,15 @@ class _Copy:
             )
         self._count(name, None if present else len(data))
 
+    def begin(self, first: int) -> None:
+        """Let the target begin where the source does, once the manifest is there. Until then it begins as before."""
+        if first:
+            self._target.put(FIRST, encode_first(first))
+        else:
+            self._target.delete(FIRST)
+
     def small(self, name: str, limit: int) -> None:
-        """Copy one of the small objects that may change; delete it where the source has none."""
+        """Copy a small object that may change; delete it where the source has none."""
         try:
             data = read_up_to(self._source, name, limit)
         except ObjectNotFoundError:
