@@ -165,6 +165,20 @@ def test_plain_workers_follow_merged_weights() -> None:
         pulse.Subscriber(store).sync(weights)
 
 
+def test_a_mapping_of_merged_weights_sees_which_adapters_are_active_and_how_much_of_each_is_added() -> None:
+    model = adapted(target_modules=r"model\.layers\.0\.self_attn\.q_proj")  # one layer, which is kept merged
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    weights = merged_weights(model)
+    seen = []
+    for adapter, scaling in (("default", 2.0), ("other", 2.0), ("default", 2.0), ("default", 3.0)):
+        model.set_adapter(adapter)
+        model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] = scaling
+        seen.append(bits(weights))
+        assert seen[-1] == bits(copy.deepcopy(model).merge_and_unload().state_dict())
+    assert seen[0] == seen[2]
+    assert len({str(each) for each in seen}) == 3
+
+
 def test_an_anchor_of_merged_weights_loads_as_a_plain_model(tmp_path: Path) -> None:
     model = adapted()
     pulse.Publisher(tmp_path).publish(merged_weights(model), version=0)

@@ -168,13 +168,14 @@ class _MergedLayers:
     def tensor(self, path: str, layer: Any, part: str) -> Any:
         """One tensor of a layer, merged. part: its name in the layer."""
         with self._lock:
-            written = tuple(
-                (tensor.data_ptr(), tensor._version) for tensor in layer.state_dict(keep_vars=True).values()
-            )
+            tensors = [(each.data_ptr(), each._version) for each in layer.state_dict(keep_vars=True).values()]
+            # Which adapters are active, and how much of each is added, is in no tensor.
+            settings = [repr(getattr(layer, name, None)) for name in ("active_adapters", "scaling")]
+            found = (tensors, settings)
             key, state = self._kept.get(path, (None, {}))
-            if key != written:
+            if key != found:
                 state = self._merge(layer)
-                self._kept[path] = (written, state)
+                self._kept[path] = (found, state)
             self._kept.move_to_end(path)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
