@@ -274,6 +274,19 @@ def test_a_second_process_cannot_open_a_journal(tmp_path: Path) -> None:
     flow.share("x", 0, 1)
 
 
+def test_of_a_snapshot_tasks_that_are_too_old_are_expected_no_more(tmp_path: Path) -> None:
+    """They would hold back tasks that can be fresh, until their workers bring them."""
+    flow = started("p", directory=tmp_path, max_staleness=0)
+    assert take_all(flow)
+    flow.begin("p", 0, 1)
+    room = flow._buffers["p"].room()
+    journal_of(flow).compact(events.ENCODER.encode(flow._state._snapshot()))
+    kill(flow, tmp_path)
+    again = dataflow("p", directory=tmp_path, max_staleness=0)
+    assert again.status()["policies"]["p"]["coming"] == 0
+    assert again._buffers["p"].room() == room > 0
+
+
 def test_a_compacted_journal_holds_the_same_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pulse_rl.flow.data import events
 from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.data.filters import drop_equal
@@ -215,6 +216,13 @@ class Machine(RuleBasedStateMachine):
         kill(self.flow, Path(self._scratch.name))
         self.flow = dataflow(*POLICIES, **self.arguments)  # type: ignore[arg-type]
         assert self._comparable() == before
+
+    @rule()
+    def compact(self) -> None:
+        """Its journal begins anew with a snapshot."""
+        state = self.flow._state
+        assert state._journal is not None
+        state._journal.compact(events.ENCODER.encode(state._snapshot()))
 
     @rule(statement=st.sampled_from(["INSERT", "COMMIT"]), data=st.data())
     def refuse(self, statement: str, data: st.DataObject) -> None:

@@ -115,6 +115,12 @@ class PolicyBuffer:
             self._expected[version] -= 1
             self._live -= 1
 
+    def expect_nothing_stale(self) -> None:
+        """Give up the tasks that were handed out at a version that is too old by now."""
+        newest = self.state.version or 0
+        for old in [old for old in self._expected if newest - old > self.settings.max_staleness]:
+            self._live -= self._expected.pop(old)
+
     def room(self, lag: int = 0, *, waiting: bool = False) -> int:
         """How many more tasks can be handed out, so that the last is still fresh when its turn comes.
 
@@ -314,8 +320,7 @@ class PolicyBuffer:
         self.drop("stale", len(stale))
         state.recent = [(group, times) for group, times in state.recent if not self._stale(group)]
         self._repeats = None
-        for old in [old for old in self._expected if version - old > self.settings.max_staleness]:
-            self._live -= self._expected.pop(old)
+        self.expect_nothing_stale()
 
     def commit(self, batches: int) -> None:
         """The trainer's checkpoint holds all batches before this number."""
