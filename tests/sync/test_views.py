@@ -199,6 +199,8 @@ def test_a_view_is_added_and_left_out_and_keeps_its_form(store: Any) -> None:
     pulse.Publisher(store).publish(policy.weights)
     with pytest.raises(pulse.VersionNotFoundError, match="version 4 in"):
         pull(store, "fp8")
+    with pytest.raises(pulse.VersionNotFoundError, match="no version 0 in view 'fp8' of .*: it holds versions 1 to 3"):
+        pulse.Subscriber(store, view="fp8").sync(weights, version=0)
     older = dict(Quantised(VIEWS["fp8"], before_step(3)).look())
     pulse.Subscriber(store, view="fp8").sync(weights, version=3)
     assert same(weights, older)

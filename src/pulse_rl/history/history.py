@@ -128,12 +128,13 @@ class History(Versions):
         _, oldest = self._first_readable(everything, sequences, damaged)
         _, newest = self._first_readable(reversed(everything), sequences, damaged)
         held = f"versions {oldest.version} to {newest.version}" if oldest and newest else "no version yet"
+        where = self.store.url if self.view is None else f"view {self.view!r} of {self.store.url}"
         if damaged:
             reason = next((error for error in damaged if isinstance(error, VersionSkewError)), damaged[0])
-            reason.add_note(f"no other manifest is version {version}'s: {self.store.url} holds {held}")
+            reason.add_note(f"no other manifest is version {version}'s: {where} holds {held}")
             raise reason
         raise VersionNotFoundError(
-            f"no version {version} in {self.store.url}: it holds {held}", url=self.store.url, version=version
+            f"no version {version} in {where}: it holds {held}", url=self.store.url, version=version
         )
 
     def _first_readable(
