@@ -75,7 +75,7 @@ def test_a_copy_that_is_interrupted_anywhere(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_cannot_list_has_a_version_at_any_moment_of_a_copy() -> None:
-    """Also where the source was pruned beyond all that an earlier copy has."""
+    """Also where the source was pruned beyond all that an earlier copy has, and where the copy was pruned further."""
     source, target = pulse.open_store("memory://"), pulse.open_store("memory://")
     run = Run(source, anchor_every=3)
     run.publish(4)
@@ -90,6 +90,13 @@ def test_a_reader_that_cannot_list_has_a_version_at_any_moment_of_a_copy() -> No
     assert held == sorted(held)
     pulse.copy_history(source, target)
     assert pulse.verify(target).problems == ()
+    copied = History(target)
+    delete_planned(copied, Retention(1, None, 0).plan(copied))  # further than the source
+    for puts in range(1, 20, 3):
+        with suppress(pulse.StoreError):
+            pulse.copy_history(source, Through(target, before=after_some(puts)), patience=0)
+        assert pulse.Subscriber(Through(target, before=unlisted), patience=0).sync(run.empty()).version == 38
+        assert pulse.verify(target).problems == ()
 
 
 def test_a_damaged_object_is_not_copied(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
 from pulse_rl.history.versions import some_sequences
-from pulse_rl.log.beginning import FIRST, encode_first
+from pulse_rl.log.beginning import begin_at
 from pulse_rl.log.objects import ObjectRef, create, fetch_parts, limit_of
 from pulse_rl.log.signing import PublicKey
 from pulse_rl.store.base import Store, has_bytes, read_up_to
@@ -108,7 +108,7 @@ def copy_history(
             copy.version(history, one, listed)
         copy.manifest(manifest_name(sequence), sealed(history, whole))
         if done == 0:
-            copy.begin(first)
+            begin_at(there, first)  # once that manifest is there; a target that was pruned further begins where it did
     copy.small(ending.END, ending.FORMAT.max_nbytes)
     return CopyReport(
         source=history.store.url,
@@ -184,13 +184,6 @@ class _Copy:
                 name=name,
             )
         self._count(name, None if present else len(data))
-
-    def begin(self, first: int) -> None:
-        """Let the target begin where the source does, once the manifest is there. Until then it begins as before."""
-        if first:
-            self._target.put(FIRST, encode_first(first))
-        else:
-            self._target.delete(FIRST)
 
     def small(self, name: str, limit: int) -> None:
         """Copy a small object that may change; delete it where the source has none."""
