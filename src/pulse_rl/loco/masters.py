@@ -217,7 +217,7 @@ def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:
             )
     live = layout(parameters)
     for name, bits in live.items():
-        if isinstance(bits, Pieces) and sum(piece.box.size for piece in bits.pieces) < bits.size:
+        if isinstance(bits, Pieces) and bits.held < bits.size:
             raise TypeError(
                 f"parameter {name!r}: expected all of its elements in each trainer's process, found a share of them, "
                 "as FSDP and tensor parallelism give: let each trainer hold the whole model"
