@@ -195,6 +195,32 @@ def test_a_trainer_goes_on_from_an_older_checkpoint(store: Store) -> None:
     leave(trainers[0], again)
 
 
+def test_inner_steps_of_a_checkpoint_are_kept_where_a_round_is_committed_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was of the last round when the trainer looked, and the others go on before it has its place."""
+    quick, slow = Trainer(store, 0, late_after=0), Trainer(store, 1, late_after=20)
+    enter(quick, slow)
+    fine(together(slow.rounds, in_turn(lambda: wait_for_offer(store, 1, 1), quick.rounds)))
+    slow.take(1)
+    again = Trainer(store, 1, late_after=20)
+    again.load(slow.save())
+    leave(slow)
+    real = joining._leads_on
+
+    def looked(*arguments: Any) -> bool:
+        found = real(*arguments)
+        quick.rounds()
+        return found
+
+    monkeypatch.setattr(joining, "_leads_on", looked)
+    enter(again)
+    theta, residuals = naive([dict.fromkeys(BOTH, EVERY), {0: EVERY, 1: 1}], [BOTH, {0}])[1]
+    assert (again.loco.round, again.loco.inner_steps) == (2, 0)
+    assert (again.theta, again.residual) == (theta, residuals[1])
+    leave(quick, again)
+
+
 def test_a_trainer_that_was_killed_after_its_offer_is_counted_once(store: Store) -> None:
     """Its new life waits for that round, and the old payload leaves its residual."""
     trainers = [Trainer(store, rank) for rank in BOTH]

@@ -125,14 +125,14 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None:
         if round:
             log.warning("rank %d: rounds since %d were pruned: starts from round %d", meeting.rank, round, state.round)
         trainer.take_over(state)
-    elif round < newest or meeting.rank in board.look(round + 1).offering:
-        masters.fold()
-        trainer.inner_steps = 0
     while True:
         look = board.look(trainer.round + 1)
         meeting.heard |= look.stops  # these were there before this trainer
         if not look.committed and meeting.rank not in look.offering:
             break
+        if trainer.inner_steps:  # else the parameters are θ
+            masters.fold()
+            trainer.inner_steps = 0
         _replay(meeting, trainer, meeting.end_round(trainer, [], Timings()))
     if look.later:
         round = trainer.round + 1
