@@ -492,11 +492,14 @@ def test_ranks_that_hold_other_tensors(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def tied(group: Any, rank: int, size: int, store: Path, how: str) -> str:
-    """The version ties `head` to `embed`; here they are tensors of their own."""
+    """The version ties `head` to `embed`; here they are tensors of their own, or one on the first rank alone."""
     shape = (96, 32)
-    if how == "other ranks":
+    if how == "one on one rank":
+        both = torch.zeros(shape)
+        live: dict[str, Any] = {"embed": both, "head": both} if rank == 0 else {"norm": torch.zeros(9)}
+    elif how == "other ranks":
         name = "embed" if rank == 0 else "head"
-        live: dict[str, Any] = {name: torch.zeros(shape)}
+        live = {name: torch.zeros(shape)}
         if rank == 0:
             live["norm"] = torch.zeros(9)
     else:
@@ -517,6 +520,8 @@ def tied(group: Any, rank: int, size: int, store: Path, how: str) -> str:
                 expected = full[tensor_name][where].contiguous().view(torch.int32).numpy().view(np.uint32)
                 assert (part.read(0, part.size).reshape(box.sizes) == expected).all()
         subscriber.verify(live)
+    if how == "one on one rank":
+        return route
     if rank == 1:  # a copy that nobody publishes
         getattr(live["head"], "tensor", live["head"]).numpy()[0, 0] += 1
     with pytest.raises(pulse.IntegrityError, match="a tensor tied to 'embed' differs"):
@@ -530,7 +535,7 @@ def tied_state(version: int) -> dict[str, torch.Tensor]:
     return {"embed": embed, "head": embed, "norm": torch.ones(9) * version}
 
 
-@pytest.mark.parametrize("how", ["other ranks", "other pieces"])
+@pytest.mark.parametrize("how", ["other ranks", "other pieces", "one on one rank"])
 def test_tied_tensors_that_ranks_hold_apart(ranks: Ranks, tmp_path: Path, how: str) -> None:
     publisher = pulse.Publisher(tmp_path, codec="context")
     for version in range(3):

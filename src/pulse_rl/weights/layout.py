@@ -124,8 +124,8 @@ class Layout(Derives, dict[str, Bits]):
         return found
 
     def all_names(self) -> dict[str, Bits]:
-        """Every name, tied ones too, → the Bits that stand for it."""
-        return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
+        """Every name, tied ones too, → the Bits that stand for it; of a share, where this process has them."""
+        return {**self, **{alias: self[owner] for alias, owner in self.tied.items() if owner in self}}
 
     def called(self, known: Container[str] | None, tied: Mapping[str, str]) -> "Layout":
         """The same tensors under the names of a version, as `names_of` finds them."""
