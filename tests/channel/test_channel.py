@@ -142,6 +142,38 @@ def test_shards_of_either_side_fit_together(ranks: Ranks, layout: str) -> None:
         assert all(report.validated for report in reports)
 
 
+def stages(group: Any, rank: int, size: int, how: str) -> Any:
+    """An engine of two ranks that hold other tensors each, whole but for one, as in pipeline parallelism."""
+    channel = pulse.Channel(group, bucket_nbytes=BUCKET, validate_every=2)
+    full = made()  # `head` is tied to `embed`
+    weights: Any = full
+    held = set(full)
+    if rank:
+        with_head = 1 if how == "tied on one" else 2
+        held = {name for name in full if (name in ("embed", "wide", "layers.0.up")) == (rank == 1)} - {"head"}
+        held |= {"head"} if rank == with_head else set()
+        weights = {name: tensor for name, tensor in zeros().items() if name in held}
+        if how == "shards" and rank == 1:
+            weights["wide"] = [rows(weights["wide"], at, 2) for at in range(2)]
+    reports = []
+    for version in range(3):
+        if version:
+            step(full, version)
+        reports.append(channel.send(full, version=version) if rank == 0 else channel.receive(weights))
+        for name in held:
+            found = weights[name]
+            if isinstance(found, list):
+                found = torch.cat([one.tensor for one in found])
+            assert bits({name: found}) == bits({name: full[name]})
+    return [report.sent for report in reports]
+
+
+@pytest.mark.parametrize("how", ["whole tensors", "tied on one", "shards"])
+def test_an_engines_stages_hold_other_tensors(ranks: Ranks, how: str) -> None:
+    """One without elements is on the second alone, and so is one that the sender ties to a tensor of the first."""
+    assert good(ranks(stages, 3, how)) == [["dense", "sparse", "sparse"]] * 3
+
+
 def of_fsdp(group: Any, rank: int, size: int) -> Any:
     """Two ranks train with FSDP2, two others receive whole."""
     from torch.distributed.device_mesh import DeviceMesh

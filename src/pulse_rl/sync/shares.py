@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import zstandard
 from blake3 import blake3
+from msgspec.structs import replace
 
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
@@ -43,6 +44,11 @@ class Description(msgspec.Struct):
 
     tensors: list[tuple[str, str, Shape, _Boxes]]  # name, dtype, shape, boxes
     tied: dict[str, str]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of what it holds, tied ones too."""
+        return {*(row[0] for row in self.tensors), *self.tied}
 
     @property
     def sharded(self) -> bool:
@@ -157,6 +163,28 @@ class Share:
         parts = renamed(plan.parts, names)
         held, own = (Layout(renamed(layout, names), further) for layout in (self.held, self.own))
         return Share(SharePlan(specs, parts, further, plan.fingerprint), held, own)
+
+    def counted(self, tied: Mapping[str, str]) -> Layout:
+        """All pieces, where the ranks may hold separately what a version ties. tied: its further names.
+
+        The n further tensors that are tied to one are its copies: it is counted n + 1 times, and each of them −1 times.
+        """
+        held, specs = self.held, self.plan.tensors
+        further: dict[str, list[str]] = {}
+        for alias, owner in tied.items():
+            if alias in specs and owner in specs and specs[alias] == replace(specs[owner], name=alias):
+                further.setdefault(owner, []).append(alias)
+        if not further:
+            return held
+        found = dict(held)
+        for owner, aliases in further.items():
+            tensors = [(owner, len(aliases) + 1), *((alias, -1) for alias in aliases)]
+            here = [(found.pop(name), copies) for name, copies in tensors if name in found]
+            if here:
+                pieces = [one._replace(times=copies * one.times) for bits, copies in here for one in pieces_of(bits)]
+                tensor = here[0][0]
+                found[owner] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+        return Layout(sorted(found.items()), held.tied)
 
     def without(self, copies: Mapping[str, str]) -> "Share":
         """The same share without some tensors, which count as tied. copies: their names → those they are tied to."""

@@ -79,15 +79,15 @@ def share_digest(
     held: what it holds. tensors: those of all ranks, by every name. tied: the further names.
     """
     total = state_digest({name: bits for name, bits in held.items() if bits.size})
-    for name, spec in tensors.items() if first else ():
-        if not whole(spec.shape).size and name not in tied:
-            total += mix(seed(name, spec.dtype, tuple(spec.shape)))
+    if first:
+        total += empty_digest({name: spec for name, spec in tensors.items() if name not in tied})
     return total & MASK
 
 
-def empty_digest(tensors: Mapping[str, Bits]) -> int:
+def empty_digest(tensors: Mapping[str, HasLayout]) -> int:
     """The terms of the tensors without elements."""
-    return sum(mix(seed(name, bits.dtype, bits.shape)) for name, bits in tensors.items() if bits.size == 0) & MASK
+    empty = {name: tuple(t.shape) for name, t in tensors.items() if not whole(tuple(t.shape)).size}
+    return sum(mix(seed(name, tensors[name].dtype, shape)) for name, shape in empty.items()) & MASK
 
 
 def _terms(tensors: Mapping[str, Bits]) -> Iterator[Callable[[], int]]:

@@ -44,8 +44,8 @@ class Channel:
             of its own in any case.
         source: The rank in the group that sends, or the ranks that do so together, each the pieces that it holds. All
             others receive.
-        codec: "gap", "context", or "auto": whichever has the version at the receivers first, as measured. Where a
-            receiver holds parts of tensors it is "gap".
+        codec: "gap", "context", or "auto": whichever has the version at the receivers first, as measured. Where
+            receivers share a model it is "gap".
         cast: The dtype that floating-point tensors are sent in, where the trainer holds FP32 masters; None: their own.
         bucket_nbytes: The most bytes that one message has; 32 MiB by default.
         bandwidth: Of the link, for codec="auto": bits per second, or text with a unit. None: as measured by the last

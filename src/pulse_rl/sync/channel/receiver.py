@@ -84,7 +84,10 @@ class ChannelReceiver:
     def find(self, sending: Sending, bandwidth: float | None) -> Findings:
         """Count the weights if it is not known of the whole engine that it holds one version."""
         del bandwidth  # the senders' matter
-        self._live = by_name(sending.share.held, sending.sides.sent.tied)
+        share, sent = sending.share, sending.sides.sent
+        alone = not share.plan.parts  # then it compares tied copies itself
+        held = share.held if alone else share.called(sent.all_names, sent.tied).counted(sent.tied)
+        self._live = by_name(held, sent.tied)
         if self.held is not None and len({sending.held[rank] for rank in sending.sides.side}) == 1:
             return Findings(None)
         try:
@@ -93,17 +96,18 @@ class ChannelReceiver:
             return Findings("")
 
     def _counted(self, sending: Sending, digest: int) -> int:
-        """What this rank adds to its engine's digest: the first one of these counts the tensors without elements."""
-        if sending.sides.rank == sending.sides.side[0]:
-            return digest
-        return digest - digests.empty_digest({name: copies[0] for name, copies in self._live.items()})
+        """What this rank adds to its engine's digest: the first one of these counts all tensors without elements."""
+        sides = sending.sides
+        everywhere = sides.sent.tensors if sides.rank == sides.side[0] else {}
+        here = {name: copies[0] for name, copies in self._live.items()}
+        return digest - digests.empty_digest(here) + digests.empty_digest(everywhere)
 
     def part(self, sending: Sending, source: int) -> Flow | None:
         """Take the part of a sender, and keep what is needed of it."""
         if sending.sides.rank not in sending.sparse:
             return None
-        found, sharded = sending.found[source], sending.share.held.sharded
-        self._parts.append(PartReader(self._live, found.head_nbytes, found.nbytes, sharded=sharded))
+        found, shared = sending.found[source], bool(sending.share.plan.parts)
+        self._parts.append(PartReader(self._live, found.head_nbytes, found.nbytes, shared=shared))
         return self._parts[-1].feed
 
     def bits(self, sending: Sending, source: int) -> Flow | None:
@@ -188,12 +192,12 @@ def _put(name: str, target: Target, bits: UIntArray) -> None:
 class PartReader:
     """Takes one sender's part as a stream of bytes, and keeps what these weights need of it.
 
-    live: the live tensors behind each name. head_nbytes, nbytes: of the part's head, and of all of it. sharded: whether
+    live: the live tensors behind each name. head_nbytes, nbytes: of the part's head, and of all of it. shared: whether
     there is anything to leave out.
     """
 
-    def __init__(self, live: Mapping[str, Copies], head_nbytes: int, nbytes: int, *, sharded: bool) -> None:
-        self._live, self._nbytes, self._sharded = live, nbytes, sharded
+    def __init__(self, live: Mapping[str, Copies], head_nbytes: int, nbytes: int, *, shared: bool) -> None:
+        self._live, self._nbytes, self._shared = live, nbytes, shared
         self._head, self._head_nbytes = bytearray(), head_nbytes
         self._at = 0  # in the part
         self._patch: Patch | None = None  # once its head is there
@@ -214,7 +218,7 @@ class PartReader:
                 kept += view[max(0, span.start - start) : span.stop - start]
 
     def _needed(self, patch: Patch) -> Iterable[Span]:
-        if not self._sharded:
+        if not self._shared:
             return patch.spans
         most = max(map(len, self._live.values()), default=0)
         each = ({name: copies[n] for name, copies in self._live.items() if n < len(copies)} for n in range(most))

@@ -1,7 +1,8 @@
 """The two sides of a channel: which rank holds and owns what, among the senders and among the receivers.
 
 Senders hold one model together. Receivers are *engines*, each of which holds one model together: a receiver that holds
-everything is an engine alone, others are put together in the order of their ranks. So every engine proves all that it
+everything is an engine alone, others are put together in the order of their ranks. One that lacks whole tensors is of
+another model where some receiver has them all and none holds shards. So every engine proves all that it
 holds, and the owners of its pieces count each element once. All ranks say what they hold, and come to the same sides.
 """
 
@@ -20,7 +21,7 @@ class ChannelSides:
     sources: tuple[int, ...]  # the ranks that send
     engines: tuple[tuple[int, ...], ...]  # the ranks of each
     side: tuple[int, ...]  # the ranks that hold the weights together with this one
-    cut: bool  # whether a receiver holds parts of tensors
+    cut: bool  # whether a receiver holds parts of tensors, or all of them some tensors only
     sent: SharePlan  # who of the senders owns what
     plan: SharePlan  # the same of this rank's side
 
@@ -32,10 +33,11 @@ class ChannelSides:
             return make_plan([said[one] for one in ranks], fingerprint, ranks)
 
         receivers = [one for one in range(len(said)) if one not in sources]
-        cut = any(said[one].sharded for one in receivers)
+        sent = plan_of(sources)
+        apart = bool(receivers) and not any(said[one].names >= sent.tensors.keys() for one in receivers)
+        cut = apart or any(said[one].sharded for one in receivers)
         engines = engines_of(plan_of(receivers), receivers) if cut else tuple((one,) for one in receivers)
         side = tuple(sources) if rank in sources else next(engine for engine in engines if rank in engine)
-        sent = plan_of(sources)
         return cls(rank, tuple(sources), engines, side, cut, sent, sent if rank in sources else plan_of(side))
 
     def share(self, tensors: Layout) -> Share:

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import msgspec
 import zstandard
-from msgspec.structs import replace
 
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
@@ -109,25 +108,8 @@ class HeldWeights:
 
     @cached_property
     def memory(self) -> Layout:
-        """The live memory alone, without the halo.
-
-        The n further tensors that are tied to one are its copies: it is counted n + 1 times, and each of them −1 times.
-        """
-        held, specs = self.share.held, self.plan.tensors
-        further: dict[str, list[str]] = {}
-        for alias, owner in (self._tied or {}).items() if self.shared else ():
-            if alias in specs and owner in specs and specs[alias] == replace(specs[owner], name=alias):
-                further.setdefault(owner, []).append(alias)
-        if not further:
-            return held
-        found = dict(held)
-        for owner, aliases in further.items():
-            tensors = [(owner, len(aliases) + 1), *((alias, -1) for alias in aliases)]
-            here = [(found.pop(name), copies) for name, copies in tensors if name in found]
-            if here:
-                pieces = [one._replace(times=copies * one.times) for bits, copies in here for one in pieces_of(bits)]
-                found[owner] = _pieces_like(here[0][0], pieces)
-        return Layout(sorted(found.items()), held.tied)
+        """The live memory alone, without the halo, tied tensors as `Share.counted` says."""
+        return self.share.counted(self._tied or {}) if self.shared else self.share.held
 
     def wanted(self) -> Layout:
         """What this rank needs of a version: each box that it holds once, which counts as all its copies do."""
