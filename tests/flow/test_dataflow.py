@@ -752,6 +752,7 @@ def test_what_ranks_share_survives_the_dataflow(tmp_path: Path) -> None:
     flow = dataflow("p", directory=tmp_path)
     assert flow.share("p joined", 1, 0) == {1: 0}
     assert flow.share("p joined", 0, 5) == flow.shared("p joined") == {0: 5, 1: 0}
+    flow.share("q record 1", 0, "waits for rank 1, which is started again")
     for number in range(2 * KEPT):
         flow.share(f"p version {number}", 0, number)
     kill(flow, tmp_path)
@@ -759,6 +760,7 @@ def test_what_ranks_share_survives_the_dataflow(tmp_path: Path) -> None:
     assert flow.shared("p version 0") == {}
     assert flow.shared(f"p version {2 * KEPT - 1}") == {0: 2 * KEPT - 1}
     assert flow.shared("p joined") == {0: 5, 1: 0}
+    assert flow.share("q record 1", 1, "is back").keys() == {0, 1}
     for life in range(KEPT + 1):  # of trainers that were all lost again and again
         flow.share(f"p {life} joined", 0, 0)
     assert flow.shared("p joined") == {}

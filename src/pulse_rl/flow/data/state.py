@@ -24,7 +24,7 @@ from pulse_rl.flow.data.waves import Waves
 from pulse_rl.flow.samples import EpisodeGroup, solved, split
 from pulse_rl.logs import logger
 
-KEPT = 256  # things of which ranks share values
+KEPT = 256  # things of which a policy's ranks share values
 LASTING = ("joined", "lighthouse")  # how the names of those end that are kept longest
 COMPACT_NBYTES = 32 << 20  # by which a journal grows, beyond twice its last snapshot, until it is compacted
 log = logger(__name__)
@@ -292,9 +292,12 @@ class FlowState:
     def _on_shared(self, event: events.Shared) -> None:
         values = self.shared.pop(event.what, {})
         self.shared[event.what] = values | {event.rank: event.value}  # the newest last
-        while len(self.shared) > KEPT:
-            passing = (name for name in self.shared if not name.endswith(LASTING))
-            del self.shared[next(passing, next(iter(self.shared)))]  # else those of the oldest life
+        # Of this policy alone: another one's trainers may wait for values of many of its rounds ago.
+        mine = [name for name in self.shared if name.partition(" ")[0] == event.what.partition(" ")[0]]
+        for _ in range(len(mine) - KEPT):
+            passing = (name for name in mine if not name.endswith(LASTING))
+            mine.remove(oldest := next(passing, mine[0]))  # else those of the oldest life
+            del self.shared[oldest]
 
     def _on_began(self, event: events.Began) -> None:
         if event.policy in self.frozen:
