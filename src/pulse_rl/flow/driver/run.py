@@ -240,7 +240,7 @@ class _Driver:
             self._pools.poll()
             if not (stopping or ended):  # a worker that joins now would only be waited for
                 self._pools.scale()
-            done = stopping or self._windows.open(status, self._records.steps, ended=ended)
+            done = stopping or self._windows.open(status, ended=ended)
             if done and ended:
                 return self._trainers.results()
 
@@ -338,7 +338,6 @@ class _Records:
         self._bounds = {name: recipe.policies[name].max_staleness for name in recipe.trained}
         self._last = {name: deque[dict[str, Any]](maxlen=RECENT + 1) for name in self._readers}
         self._seen = dict.fromkeys(self._readers, time.monotonic())  # when each policy's last record came
-        self.steps = _steps(recipe)  # of each trained policy
         for name, reader in self._readers.items():
             reader.look()
             self._shown[name] = len(reader.records)
@@ -354,8 +353,6 @@ class _Records:
                 found += [{"policy": name} | record for record in new]
                 self._last[name].extend(new)
                 self._seen[name] = time.monotonic()
-            if reader.records:
-                self.steps[name] = reader.records[-1]["step"]
         return found
 
     def alarms(self, *, ended: bool) -> dict[str, tuple[Alarm, ...]]:

@@ -19,15 +19,15 @@ class Evaluations:
         self._recipe, self._dataflow, self._log = recipe, dataflow, log
         self._shown: set[str] = set()
 
-    def open(self, status: Mapping[str, Any], steps: Mapping[str, int], *, ended: bool) -> bool:
+    def open(self, status: Mapping[str, Any], *, ended: bool) -> bool:
         """Open the windows that are due; returns whether all are done. Shows those that are.
 
-        status: the Dataflow's. steps: of each trained policy. ended: whether all trainers have.
+        status: the Dataflow's, of which steps and versions are those of one moment. ended: whether all trainers have.
         """
         newest = {name: policy["version"] for name, policy in status["policies"].items()} | dict(status["frozen"])
         if None in newest.values():
             return False
-        step, opened = steps[self._recipe.trained[0]], 0
+        step, opened = status["policies"][self._recipe.trained[0]]["step"], 0
         for window in self._recipe.evaluation:
             before = {name: found for name, found in status["windows"].items() if window_of(name) == window.name}
             last = max(map(_step, before), default=-1)
