@@ -543,6 +543,18 @@ def test_tied_tensors_that_ranks_hold_apart(ranks: Ranks, tmp_path: Path, how: s
     assert good(ranks(tied, 2, tmp_path, how)) == ["patches", "patches"]
 
 
+def tied_here(group: Any, rank: int, size: int, store: Path) -> None:
+    both = torch.zeros(96, 32)
+    with pytest.raises(pulse.BaseMismatchError, match="'head' is tied to 'embed' in these weights"):
+        pulse.Subscriber(store, group=group).sync({"embed": both, "head": both, "norm": torch.zeros(9)})
+
+
+def test_ranks_that_tie_what_the_version_does_not_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    weights = tied_state(1)
+    pulse.Publisher(tmp_path).publish(weights | {"head": weights["head"].clone()}, version=0)
+    good(ranks(tied_here, 2, tmp_path))
+
+
 def test_shards_of_one_process(tmp_path: Path) -> None:
     """Without a group: all parts of each tensor in a list."""
     store = history(tmp_path)

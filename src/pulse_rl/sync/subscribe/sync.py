@@ -250,6 +250,8 @@ class Sync:
         """Restore the version in files, and load it."""
         reading, live, target = self.reading, self._live, self.target
         live.tie(target.tied)
+        if live.shared:
+            self._refuse_ties()
         with ExitStack() as files:
             room = partial(files.enter_context, scratch())
             directory = reading.ranks.do("make room for the version", room, alike=True)
@@ -261,3 +263,14 @@ class Sync:
             proved = restore(reading, target, directory, nbytes, share)
             fitting = partial(Restored, target, proved, live, directory, sides)
             self._landing.load(reading.ranks.do("compare the weights", fitting, alike=True), files.pop_all())
+
+    def _refuse_ties(self) -> None:
+        """Raise BaseMismatchError where weights that ranks share tie what the version holds as several tensors."""
+        names, url = self._live.known or (), self.reading.history.store.url
+        for alias, owner in self._live.plan.tied.items():
+            if alias in names and alias not in self.target.tied:
+                raise BaseMismatchError(
+                    f"tensor {alias!r} is tied to {owner!r} in these weights, and version {self.target.version} of "
+                    f"{url} holds two tensors: expected memory of its own for each where several ranks or shards make "
+                    f"up the weights, or Publisher(…, tied={{{alias!r}: {owner!r}}}) on the trainer's side"
+                )
