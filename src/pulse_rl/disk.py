@@ -1,14 +1,24 @@
-"""Files that appear whole or not at all, and memory maps. Nothing here knows what a file holds."""
+"""Files that appear whole or not at all, temporary ones, locks and maps of them. Nothing here knows what they hold."""
 
 import errno
 import mmap
 import os
+import platform
 import shutil
 import stat
+import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
 
 PART = ".part"  # how names end of what is not written to its end
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write that the disk refuses, whose error names no file
@@ -115,6 +125,57 @@ def make_directory(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         path.mkdir(exist_ok=True)
         to_disk(path.parent)
+
+
+def take_lock(file: BinaryIO) -> bool:
+    """Lock a file for this process alone, unless another one has it. The kernel ends the lock with the process."""
+    if not HAS_LOCKS:
+        raise OSError(errno.ENOTSUP, "expected a system with flock (Linux, macOS), found none")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """A directory for temporary files, in TMPDIR. Deletes before what processes that were killed have left of theirs.
+
+    A file beside it is locked while it is in use. Raises OSError.
+    """
+    # Where machines share TMPDIR, some file systems lock among the processes of one machine only.
+    prefix = f"pulse-rl-{zlib.crc32(os.fsencode(platform.node())):08x}-"
+    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/lock"):
+        with suppress(OSError):
+            _delete_abandoned(lock)
+    while True:
+        with tempfile.TemporaryDirectory(prefix=prefix) as outer:
+            lock = Path(outer) / "lock"
+            with lock.open("wb") as file:
+                try:
+                    taken = take_lock(file) and lock.exists()  # else another process has just deleted it
+                except OSError:  # nothing can be locked here
+                    taken = True
+                    with suppress(OSError):
+                        lock.unlink()  # so that nobody deletes the directory
+                if taken:
+                    with tempfile.TemporaryDirectory(prefix="", dir=outer) as directory:
+                        yield Path(directory)
+                    return
+
+
+def _delete_abandoned(lock: Path) -> None:
+    """Delete a temporary directory of this user unless it is in use. The lock goes last: then it can be tried again."""
+    directory = lock.parent
+    if HAS_LOCKS and directory.lstat().st_uid == os.geteuid():  # another user could put a link in the way
+        with open_file(lock, writable=True) as file:
+            if take_lock(file):
+                for path in directory.iterdir():
+                    if path != lock:
+                        delete(path)
+                delete(lock)
+                directory.rmdir()
 
 
 def check_room(directory: Path, nbytes: int) -> None:

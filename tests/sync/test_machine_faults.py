@@ -2,6 +2,9 @@
 
 import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,7 +13,8 @@ from typing import Any
 import pytest
 
 import pulse_rl as pulse
-from pulse_rl.disk import write_stream
+from pulse_rl import disk
+from pulse_rl.disk import temporary_directory, write_stream
 from pulse_rl.flow import metrics
 from pulse_rl.history.operate.verify import verify
 from tests.conftest import Trainee
@@ -77,6 +81,61 @@ def test_scratch_files_for_which_there_is_no_room(
     report = resuming.publish(weights, version=1)
     assert subscriber.sync(live).digest == report.digest == subscriber.verify(live) == pulse.digest(weights)
     assert verify(store).problems == ()
+
+
+KILLED = """
+import os, pulse_rl as pulse
+from pulse_rl.history import restore
+restore.check_digest = lambda *_: os.kill(os.getpid(), 9)  # once the anchor is on the disk
+subscriber = pulse.Subscriber(os.environ["STORE"])
+subscriber.sync(subscriber.allocate())
+"""
+
+
+@pytest.mark.skipif(not disk.HAS_LOCKS, reason="no flock")
+def test_what_a_killed_process_leaves_is_deleted_by_the_next_one(
+    tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else: what a living process is at work with stays, and so does what it has not made."""
+    store, place = tmp_path / "store", tmp_path / "temporary"
+    pulse.Publisher(store).publish(cast(trainee), version=0)
+    (place / "pulse-rl-run" / "files").mkdir(parents=True)
+    (place / "pulse-rl-run" / "lock").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with temporary_directory() as living:
+        before = set(place.iterdir())
+        environment = os.environ | {"TMPDIR": str(place), "STORE": str(store)}
+        killed = subprocess.run([sys.executable, "-c", KILLED], env=environment, check=False, timeout=120)
+        assert killed.returncode == -signal.SIGKILL
+        (left,) = set(place.iterdir()) - before
+        assert [file for file in left.rglob("*.safetensors") if file.stat().st_size]
+        with pulse.Subscriber(store).stage(trainee.empty()):
+            assert not left.exists()
+            assert len(list(place.iterdir())) == len(before) + 1
+        assert living.is_dir()
+        assert set(place.iterdir()) == before
+    assert list(place.iterdir()) == [place / "pulse-rl-run"]
+
+
+@pytest.mark.skipif(not disk.HAS_LOCKS, reason="no flock")
+def test_a_temporary_directory_that_is_deleted_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes it for what a killed one has left: then it is made anew."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    take_lock, calls = disk.take_lock, list[bool]()
+
+    def late(file: Any) -> bool:
+        calls.append(True)
+        if len(calls) == 1:
+            with temporary_directory():
+                assert not Path(file.name).exists()
+        return take_lock(file)
+
+    monkeypatch.setattr(disk, "take_lock", late)
+    with temporary_directory() as found:
+        assert [found] == list(tmp_path.glob("*/*/"))
+    assert not list(tmp_path.iterdir())
 
 
 YEAR_S = 365.25 * 86400

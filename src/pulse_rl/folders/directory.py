@@ -17,12 +17,21 @@ from pathlib import Path
 import msgspec
 
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.disk import PART, delete, make_directory, read_file, replacing, to_disk, unfinished
+from pulse_rl.disk import (
+    HAS_LOCKS,
+    PART,
+    delete,
+    make_directory,
+    read_file,
+    replacing,
+    take_lock,
+    to_disk,
+    unfinished,
+)
 from pulse_rl.documents import Count, Digest, decode_json
 from pulse_rl.errors import FormatError
 from pulse_rl.folders.names import FolderName
 from pulse_rl.logs import logger
-from pulse_rl.store.folder import HAS_LOCKS, take_lock
 from pulse_rl.weights import digests
 
 log = logger(__name__)

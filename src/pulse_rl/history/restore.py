@@ -6,7 +6,6 @@ proved. Several processes that share the weights restore their shares together: 
 """
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.disk import check_room
+from pulse_rl.disk import check_room, temporary_directory
 from pulse_rl.errors import (
     BaseMismatchError,
     CannotReadRangeError,
@@ -62,8 +61,8 @@ def add_recovery_hint() -> Iterator[None]:
 def scratch() -> Iterator[Path]:
     """A temporary directory for the files of a version. Raises StoreError where the disk is full."""
     try:
-        with tempfile.TemporaryDirectory(prefix="pulse-rl-") as directory:
-            yield Path(directory)
+        with temporary_directory() as directory:
+            yield directory
     except PulseError:
         raise  # an ObjectNotFoundError is an OSError too, and none of this machine
     except OSError as error:

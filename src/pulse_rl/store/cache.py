@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from pulse_rl.disk import HAS_LOCKS
 from pulse_rl.errors import IntegrityError, one_line
 from pulse_rl.logs import logger
 from pulse_rl.store.around import StoreAround
@@ -36,7 +37,6 @@ from pulse_rl.store.cached_files import (
     NoRoomError,
     places,
 )
-from pulse_rl.store.folder import HAS_LOCKS
 from pulse_rl.store.ranges import GAP_NBYTES, SPARE, cut_ranges, is_empty, plan_requests, read_ranges, wrong_size
 from pulse_rl.store.urls import as_path
 

@@ -25,8 +25,9 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
+from pulse_rl.disk import take_lock
 from pulse_rl.errors import IntegrityError
-from pulse_rl.store.folder import OBJECT, PART, POLL_S, Folder, take_lock
+from pulse_rl.store.folder import OBJECT, PART, POLL_S, Folder
 
 BLOCK_NBYTES = 256 << 10
 HASH_NBYTES = 32

@@ -16,12 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    HAS_LOCKS = False
-else:
-    HAS_LOCKS = True
+from pulse_rl.disk import take_lock
 
 FOLDER, LOCK = "objects", "lock"
 OBJECT, PART = ".object", ".part"
@@ -127,15 +122,6 @@ class Folder:
                     raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock", str(self.path / LOCK))
                 time.sleep(POLL_S)
             yield
-
-
-def take_lock(file: BinaryIO) -> bool:
-    """Lock a file for this process alone, unless another one has it. The kernel ends the lock with the process."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_ours(info: os.stat_result) -> bool:

@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from pulse_rl import Subscriber
+from pulse_rl.disk import temporary_directory
 from pulse_rl.errors import require
 from pulse_rl.flow import policy
 from pulse_rl.flow.rollout.sampler import Reached, SamplerSettings
@@ -132,14 +133,14 @@ class VllmSampler:
         """Load the version as files, and follow from there. Returns the bytes that were read."""
         import vllm
 
-        with tempfile.TemporaryDirectory() as scratch:
-            nbytes = write_checkpoint(self._config, version, self._assets, Path(scratch))
+        with temporary_directory() as scratch:
+            nbytes = write_checkpoint(self._config, version, self._assets, scratch)
             self._engine = vllm.LLM(
-                model=scratch,
+                model=str(scratch),
                 skip_tokenizer_init=True,
                 dtype="bfloat16",
                 enforce_eager=True,
-                max_model_len=min(LONGEST, _positions(Path(scratch))),
+                max_model_len=min(LONGEST, _positions(scratch)),
                 logprobs_mode="processed_logprobs",
                 weight_transfer_config={"backend": "pulse"},
                 disable_log_stats=True,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulse_rl.codecs.base import Units
+from pulse_rl.disk import temporary_directory
 from pulse_rl.errors import (
     BaseMismatchError,
     CannotListError,
@@ -333,8 +334,8 @@ def _walk(
     history: History, sequences: list[int], progress: Callable[[int, int, str], None], weights: Layout | None
 ) -> Walk:
     of = f" of view {history.view}" if history.view is not None else ""
-    with tempfile.TemporaryDirectory(prefix="pulse-rl-verify-") as scratch:
-        found = Walk(history, sequences, Path(scratch), weights)
+    with temporary_directory() as scratch:
+        found = Walk(history, sequences, scratch, weights)
         for done, sequence in enumerate(sequences):
             progress(done, len(sequences) + 1, f"manifest {sequence}{of}")
             found.visit(sequence)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from pulse_rl.disk import temporary_directory
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.group.collectives import Bytes
@@ -133,8 +132,8 @@ class ChannelReceiver:
     def prove(self, sending: Sending) -> str | None:
         """Prove what arrived. Returns what the digest of what this rank owns gains, or of all bits the digest."""
         if self._staged is not None:
-            with TemporaryDirectory(prefix="pulse-rl-") as directory:
-                refuse_clashes(self._staged, self._live, Path(directory))
+            with temporary_directory() as directory:
+                refuse_clashes(self._staged, self._live, directory)
             self._staged_digest = digests.state_digest(self._staged)
             return digests.to_hex(self._counted(sending, self._staged_digest))
         base, target = sending.base, sending.target

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
+from pulse_rl.disk import temporary_directory
 from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.group.collectives import Wording, default_place
 from pulse_rl.group.ranks import Ranks, collective
@@ -282,9 +282,9 @@ class Publisher:
         """
         clock = Clock(self._ranks)
         request = Request(weights, version, anchor, background, cast, assets, metadata, like)
-        with TemporaryDirectory(prefix="pulse-rl-") if isinstance(weights, Iterator) else nullcontext() as directory:
+        with temporary_directory() if isinstance(weights, Iterator) else nullcontext() as directory:
             if directory is not None:
-                request = self._intake.spool(request, Path(directory))
+                request = self._intake.spool(request, directory)
             given = self._intake.take(request, self._prepare)
             start = self._pipeline.begin(anchor, given.share, self._bandwidth, look=not background)
             attempt = self._pipeline.find(start, given, request, clock)
