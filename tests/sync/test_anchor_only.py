@@ -141,3 +141,33 @@ def test_an_anchor_only_version_is_still_the_next_one_of_the_same_model(store: S
     with pytest.raises(pulse.BaseMismatchError, match="tied"):
         second.publish(tied, version=4, anchor=True, cast="bfloat16")
     assert pulse.Subscriber(store).latest() == 3
+
+
+@pytest.mark.parametrize("by", ["its anchor", "its patch"])
+@pytest.mark.parametrize(
+    ("weights", "fields"),
+    [
+        ({"a": torch.zeros(4, 6, dtype=torch.float16), "b": torch.zeros(6).bfloat16()}, {"retyped": ("a",)}),
+        ({"a": torch.zeros(6, 4).bfloat16(), "b": torch.zeros(6).bfloat16()}, {"reshaped": ("a",)}),
+        (
+            {"a": torch.zeros(4, 6).bfloat16(), "c": torch.zeros(6).bfloat16()},
+            {"missing": ("b",), "unexpected": ("c",)},
+        ),
+    ],
+)
+def test_an_anchor_only_version_of_other_tensors_of_the_same_size(
+    tmp_path: Path, weights: dict[str, torch.Tensor], fields: dict[str, tuple[str, ...]], by: str
+) -> None:
+    """Followers could not load it. Compared by a new publisher, which has no baseline."""
+    before = {"a": torch.zeros(4, 6).bfloat16(), "b": torch.zeros(6).bfloat16()}
+    first = pulse.Publisher(tmp_path)
+    first.publish(before)
+    first.publish(before)
+    if by == "its patch":
+        lose_anchor(tmp_path, 0)
+    second = pulse.Publisher(tmp_path)
+    with pytest.raises(pulse.BaseMismatchError) as raised:
+        second.publish(weights, anchor=True)
+    assert {name: tuple(getattr(raised.value, name)) for name in fields} == fields
+    assert pulse.Subscriber(tmp_path).latest() == 1
+    assert second.publish(before, anchor=True).version == 2

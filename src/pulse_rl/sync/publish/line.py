@@ -5,6 +5,7 @@ A version is found, coded and moved here; `pipeline` says when, and what follows
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.trail import state_of
@@ -16,7 +17,13 @@ from pulse_rl.sync.publish.intake import Given, Request
 from pulse_rl.sync.publish.position import Position
 from pulse_rl.sync.publish.report import nonfinite_warning
 from pulse_rl.sync.publish.skips import MAX_OVERLAY
-from pulse_rl.sync.publish.successor import check_readable, check_successor, new_manifest, next_version
+from pulse_rl.sync.publish.successor import (
+    check_readable,
+    check_stored,
+    check_successor,
+    new_manifest,
+    next_version,
+)
 from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.names import warn_of_prefix
 
@@ -57,7 +64,11 @@ class Line:
         if base is None:
             check_readable(plan)
         if head is not None:
-            check_successor(head, base.plan if base else None, plan, version, self.delivery.history.store.url)
+            history = self.delivery.history
+            check_successor(head, base.plan if base else None, plan, version, history.store.url)
+            if base is None:
+                compare = partial(check_stored, history, head, plan)
+                self._ranks.lead("compare the tensors with the newest version's", compare, type(None))
         else:
             warn_of_prefix(plan.tensors)
         if head is None or base is None:

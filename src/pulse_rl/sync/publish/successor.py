@@ -6,7 +6,7 @@ What no reader would accept is refused here, before anything is put, by the code
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,15 @@ import numpy as np
 
 from pulse_rl.checkpoint.header import check_header
 from pulse_rl.checkpoint.shards import plan_shards
-from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
+from pulse_rl.errors import (
+    BaseMismatchError,
+    FormatError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PatchFormatError,
+    translate,
+)
+from pulse_rl.history.anchor_share import tensors_of
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import FORMAT, MAX_MANIFEST_NBYTES, Manifest, Scalar, manifest_name
 from pulse_rl.history.reading import FaultLog
@@ -144,6 +152,15 @@ def check_successor(head: Manifest, before: SharePlan | None, plan: SharePlan, v
             missing=sorted(head.tied.keys() - plan.tied.keys()),
             unexpected=sorted(plan.tied.keys() - head.tied.keys()),
         )
+
+
+def check_stored(history: History, head: Manifest, plan: SharePlan) -> None:
+    """Raise BaseMismatchError if the store has other tensors of `head`, of which no more than sizes was compared.
+
+    Where they are lost or damaged that has to do: an anchor leads past it. Raises StoreError.
+    """
+    with suppress(IntegrityError, PatchFormatError, ObjectNotFoundError):
+        compare_layouts(tensors_of(history, head), plan.tensors, next_in_store(head.version, history.store.url))
 
 
 def new_manifest(
