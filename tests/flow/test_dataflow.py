@@ -350,6 +350,26 @@ def test_a_window_ends_although_a_task_is_given_up() -> None:
         flow.evaluate("small", [7], {"q": 0})
 
 
+def test_a_window_whose_versions_cannot_be_read_is_given_up() -> None:
+    """What was not handed out with what was; another window is played, and no worker is at fault."""
+    flow = started("p", slots=1, workers=2)
+    opening, other = flow.evaluate("small", [7, 8, 9], {"p": 0}), flow.evaluate("large", [7], {"p": 0})
+    first, second = flow.take("w0"), flow.take("w1")
+    assert first is not None
+    assert second is not None
+    assert flow.push(EpisodeGroup(first, "w0", []))
+    assert not flow.status()["windows"][opening]["done"]
+    assert flow.push(group(second, "w1", rewards=(0.0, 1.0)))
+    status = flow.status()
+    assert [status["windows"][opening][key] for key in ("done", "played", "given_up")] == [True, 1, 2]
+    assert set(status["windows"][opening]["pass"]) == {1, 2}
+    assert {worker["failed"] for worker in status["workers"].values()} == {0}
+    task = flow.take("w0")
+    assert task is not None
+    assert task.evaluation == "large"
+    assert not status["windows"][other]["done"]
+
+
 # --- stopping -------------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from pulse_rl.flow.rollout import worker
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
 from pulse_rl.flow.rollout.worker import RolloutWorker
 from pulse_rl.flow.samples import PolicyBatch, Turn
+from pulse_rl.history.manifest import manifest_name
 from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.view import View
 from tests.flow.runs import wait_for
@@ -321,6 +322,25 @@ def test_exact_versions_are_played_as_they_are_asked_for(tmp_path: Path) -> None
         world.publish(3)
         wait_for(lambda: world.held["version"] == 3)
     assert world.result["policies"]["solver"]["version"] == 3
+
+
+@pytest.mark.parametrize("sync", ["patch", "full"])
+def test_a_window_at_a_version_that_is_damaged_is_given_up(tmp_path: Path, sync: Literal["patch", "full"]) -> None:
+    """As after a resume, whose first tasks are the open window's: the training goes on, with a warning."""
+    world = World(tmp_path, sync=sync)
+    for version in range(3):
+        world.publish(version)
+    pulse.open_store(world.recipe.store_url("solver")).put(manifest_name(1), b"damaged")
+    opening = world.dataflow.evaluate("held@2", [5, 6, 7], {"solver": 1})
+    with world.worker():
+        wait_for(lambda: world._error or world.dataflow.status()["windows"][opening]["done"])
+        assert world.pull().groups
+        assert world.dataflow.status()["windows"][opening]["given_up"] == 3
+        warning = world.dataflow.board()["near-0"]["warning"]
+        assert warning.startswith("held@2 is given up: version 1 of solver cannot be read: ")
+        world.publish(3)
+        wait_for(lambda: world.held["version"] == 3)
+    assert world.result["policies"]["solver"]["digest"] == world.publisher.digest
 
 
 def test_a_deterministic_worker_samples_the_same_tokens_again(tmp_path: Path) -> None:

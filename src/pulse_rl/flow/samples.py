@@ -66,7 +66,7 @@ class EpisodeGroup(NamedTuple):
 
     task: Task
     worker: str
-    episodes: list[Episode]  # group_size of them
+    episodes: list[Episode]  # group_size of them; none where a window's versions cannot be read
 
 
 class Orders(NamedTuple):

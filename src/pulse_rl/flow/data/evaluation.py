@@ -103,7 +103,13 @@ class EvaluationWindows:
         del self.state.waiting[0]
 
     def add(self, group: EpisodeGroup) -> None:
-        """A task of a window was played."""
+        """A task of a window was played. Without an episode its versions cannot be read, which are all its tasks'."""
+        if not group.episodes:
+            window = self._of(group.task)
+            waiting = [task for task in self.state.waiting if self._of(task) is not window]
+            window.given_up += 1 + len(self.state.waiting) - len(waiting)
+            self.state.waiting = waiting
+            return
         played = Played(
             group.task.problem,
             [episode.rewards for episode in group.episodes],

@@ -5,7 +5,8 @@ version without waiting for the others: a version is fetched and proved while to
 two calls. What the worker pushes says which proved version made each token.
 
 Tasks that name exact versions (those of evaluation windows, and all of a deterministic run) are played together with
-tasks of the same versions only. In a deterministic run a worker plays one task at a time.
+tasks of the same versions only. In a deterministic run a worker plays one task at a time. A window whose versions
+cannot be read is given up, with a warning.
 
 It takes no work before it has proved a version of every policy. When it is asked to stop, it finishes what it plays,
 proves what it holds, and leaves.
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from pulse_rl import load_assets
-from pulse_rl.errors import one_line
+from pulse_rl.errors import PulseError, one_line
 from pulse_rl.flow import model
 from pulse_rl.flow.data.evaluation import window_of
 from pulse_rl.flow.playing import workflow
@@ -57,6 +58,7 @@ class _Held:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a version is fetched and written
     version: int | None = None  # proved last: while another one is written, the sampler has none
     digest: str = ""  # of it
+    error: PulseError | None = None  # why an exact version could not be read
     syncs: int = 0
     fetched_nbytes: int = 0
     sync_s: float = 0.0
@@ -102,6 +104,7 @@ class RolloutWorker:
         self._next: Task | None = None  # of other versions than those in play
         self._played = self._failed = self._refused = 0  # tasks
         self._start_s = self._idle_s = 0.0
+        self._warning: dict[str, str] = {}
         self._started = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -214,7 +217,7 @@ class RolloutWorker:
             "start_s": self._start_s,
             "idle_s": self._idle_s,
             "seconds": time.monotonic() - self._started,
-        }
+        } | self._warning
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -235,12 +238,20 @@ class RolloutWorker:
             if version == held.version:
                 return
             sampling = held.sampling
-            await asyncio.to_thread(sampling.sampler.stage, version)
-            if self._pool.interrupt:
-                sampling.interrupt()
-            async with sampling.lock:
-                reached = await asyncio.to_thread(sampling.sampler.follow, version)
-            held.version, held.digest = reached.version, reached.digest
+            try:
+                await asyncio.to_thread(sampling.sampler.stage, version)
+                if self._pool.interrupt:
+                    sampling.interrupt()
+                async with sampling.lock:
+                    reached = await asyncio.to_thread(sampling.sampler.follow, version)
+            except PulseError as error:
+                if exact is None or getattr(error, "temporary", False):
+                    raise
+                if sampling.sampler.version != held.version:
+                    held.version, held.digest = None, ""
+                held.error = error
+                return
+            held.version, held.digest, held.error = reached.version, reached.digest, None
             held.syncs += 1
             held.fetched_nbytes += reached.fetched_nbytes
             held.sync_s += reached.seconds
@@ -257,9 +268,11 @@ class RolloutWorker:
             if taken := await self._take():
                 pause = IDLE_S[0]
                 await self._catch_up()
+                unread = self._unread(taken)
                 for task in taken:
                     self._tasks.add(task.number)
-                    self._playing.add(asyncio.create_task(self._play(task)))
+                    playing = self._push(EpisodeGroup(task, self._name, [])) if unread else self._play(task)
+                    self._playing.add(asyncio.create_task(playing))
             elif self._playing:
                 await asyncio.wait(self._playing, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 await settle()  # those that end together are replaced together
@@ -298,6 +311,18 @@ class RolloutWorker:
             self._versions = task.versions
             taken.append(task)
         return taken
+
+    def _unread(self, tasks: list[Task]) -> bool:
+        """Whether a version that a window's tasks name cannot be read. Raises why, if other tasks name it."""
+        for name, held in self._held.items():
+            if held.error is not None and (version := self._versions.get(name)) not in (None, held.version):
+                windows = dict.fromkeys(task.evaluation for task in tasks)
+                if None in windows:
+                    raise held.error
+                reason = f"version {version} of {name} cannot be read: {one_line(held.error, MAX_ERROR)}"
+                self._warning["warning"] = f"{', '.join(map(str, windows))} is given up: {reason}"
+                return True
+        return False
 
     async def _play(self, task: Task) -> None:
         """Play a task, and push its group in the background: its slot is free by then."""
