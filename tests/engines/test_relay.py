@@ -17,6 +17,7 @@ from pulse_rl.engines.follow import Driver, Manner
 from pulse_rl.engines.relay import Relay
 from pulse_rl.engines.states import Follow
 from pulse_rl.errors import EngineError
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.weights.views.view import View, view_of
 
 VIEW = pulse.Fp8(block="channel", rule="vllm")
@@ -92,8 +93,12 @@ def test_the_end_of_a_run_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_another_history_is_refused_and_one_that_has_gone_back(tmp_path: Path) -> None:
-    for number, name in enumerate(("source", "other")):
-        Trainer(tmp_path / name, seed=number).publish(1, 2)
+    """One that has other bits of the version, or lacks it though it is not pruned so far; by a relay of either age."""
+    names = ("source", "other", "lacking")
+    source, other, lacking = (Trainer(tmp_path / name, seed) for seed, name in enumerate(names))
+    source.publish(1, 2)
+    other.publish(1, 2)
+    lacking.publish(1, 3)
     relay = Relay(str(tmp_path / "target"), {})
     relay.follow(str(tmp_path / "source"))
     relay.stage(2)
@@ -101,10 +106,16 @@ def test_another_history_is_refused_and_one_that_has_gone_back(tmp_path: Path) -
     with pytest.raises(EngineError, match="has gone back") as gone:
         relay.stage(1)
     assert (gone.value.kind, gone.value.version) == ("IntegrityError", 2)
-    with pytest.raises(EngineError, match="holds another history") as other:
-        Relay(str(tmp_path / "target"), {}).follow(str(tmp_path / "other"))
-    assert other.value.kind == "IntegrityError"
+    for each in (relay, Relay(str(tmp_path / "target"), {})):
+        for name in names[1:]:
+            with pytest.raises(EngineError, match="holds another history") as refused:
+                each.follow(str(tmp_path / name))
+            assert refused.value.kind == "IntegrityError"
     assert pulse.History(tmp_path / "target").newest().version == 2
+    source.publish(3, 4)
+    source.publish(5)
+    delete_planned(source.publisher.history, Retention(1, grace=0).plan(source.publisher.history))
+    relay.follow(str(tmp_path / "source"))  # which has version 2 no more
 
 
 def test_a_relay_that_another_one_has_overtaken_goes_on_from_there(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,9 @@ class Relay:
             subscriber = Subscriber(store, public_key=public_key, heartbeat=heartbeat, patience=patience)
             self._publisher = self._open()  # from what is there, whoever put it there
             version = self._publisher.resume()
-            if version is not None and self._weights is None:
+            if version is not None:
                 self._require_same_history(subscriber, version)
+            if version is not None and self._weights is None:
                 there = Subscriber(self.url, patience=0)
                 weights = there.allocate()
                 there.sync(weights, version=version)
@@ -119,13 +120,17 @@ class Relay:
 
     def _require_same_history(self, subscriber: Subscriber, version: int) -> None:
         """Raise IntegrityError if the store holds a version of another history."""
+        history, expected = subscriber.history, None
         try:
-            expected = subscriber.history.find(version).digest
-        except (VersionNotFoundError, IntegrityError):  # pruned or damaged: versions have to grow all the same
+            with suppress(VersionNotFoundError):
+                expected = history.find(version).digest
+            if expected is None and history.read(history.first()).version > version:
+                return  # it is pruned there
+        except (VersionNotFoundError, IntegrityError):  # empty or damaged: versions have to grow all the same
             return
         if expected != (found := self._publisher.digest):
             raise IntegrityError(
-                f"{self.url} holds another history: version {version} of {subscriber.history.store.url} has the digest "
+                f"{self.url} holds another history: version {version} of {history.store.url} has the digest "
                 f"{expected}, found {found}; name another store",
                 expected=expected,
                 found=found,
