@@ -3,6 +3,8 @@
 import contextlib
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import numpy as np
@@ -165,6 +167,36 @@ def test_a_download_goes_on_where_its_connection_ended(monkeypatch: pytest.Monke
                 line.cut()
                 line.left = float("inf")
         assert b"".join(found) == data
+
+
+class _Missing(BaseHTTPRequestHandler):
+    """Answers a bulk deletion as some services do where there is no object of that name. S3 says that it is deleted."""
+
+    code = "NoSuchKey"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        error = f"<Error><Key>a</Key><Code>{self.code}</Code><Message>no</Message></Error>"
+        body = f"<?xml version='1.0'?><DeleteResult>{error}</DeleteResult>".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_what_is_deleted_already_counts_as_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), _Missing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.use_s3(monkeypatch, server.server_port)
+        store = pulse.open_store("s3://bucket")
+        store.delete("a")
+        monkeypatch.setattr(_Missing, "code", "AccessDenied")
+        with pytest.raises(pulse.StoreError, match="cannot delete a"):
+            store.delete("a")
+        server.shutdown()
 
 
 @pytest.fixture

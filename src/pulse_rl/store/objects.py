@@ -16,7 +16,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, 
 from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, up_to
 from pulse_rl.store.ranges import cannot_read_range, is_empty, whole_range
-from pulse_rl.store.requests import ignores_range, may_pass, need_threads, one_line
+from pulse_rl.store.requests import ignores_range, is_missing, may_pass, need_threads, one_line
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 CHUNK_NBYTES = 1 << 20  # of a range: obstore takes three times as long to join larger ones
@@ -174,4 +174,8 @@ class ObjectStore:
         inner = self._open()
         if inner is not None:
             with self._translated("delete", name), suppress(FileNotFoundError):
-                obstore.delete(inner, name)
+                try:
+                    obstore.delete(inner, name)
+                except BaseError as error:
+                    if not is_missing(error):
+                        raise

@@ -86,6 +86,11 @@ def ignores_range(error: BaseError) -> bool:
     return isinstance(error, NotSupportedError) or "Received non-partial response when range requested" in str(error)
 
 
+def is_missing(error: BaseError) -> bool:
+    """Whether a service refuses to delete an object as it has none of that name. S3 itself says that it is deleted."""
+    return "(code: NoSuchKey)" in str(error)
+
+
 def is_beyond(error: BaseError) -> bool:
     """Whether a range begins at the end of an object or after it, as any does of an empty one."""
     return any(words in str(error) for words in ("status code: 416", "Wanted range starting at"))
