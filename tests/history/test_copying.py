@@ -99,6 +99,27 @@ def test_a_reader_that_cannot_list_has_a_version_at_any_moment_of_a_copy() -> No
         assert pulse.verify(target).problems == ()
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_is_pruned_while_it_is_copied_is_an_error_that_says_so(folder: str) -> None:
+    """Whatever of the version is read next; another copy begins where the source does then."""
+    source, target = pulse.open_store("memory://"), pulse.open_store("memory://")
+    run = Run(source, anchor_every=3)
+    run.publish(12)
+    history = History(source)
+
+    def prune(call: str, name: str) -> None:
+        if call in ("get", "stream") and name.startswith(f"{folder}/000000000003"):
+            delete_planned(history, Retention(2, None, 0).plan(history))
+
+    with pytest.raises(pulse.StoreError) as raised:
+        pulse.copy_history(Through(source, before=prune), target, patience=0)
+    assert "pruned meanwhile" in "".join(raised.value.__notes__)
+    pulse.copy_history(source, target)
+    live = run.empty()
+    assert pulse.Subscriber(target).sync(live).version == pulse.Subscriber(source).sync(run.empty()).version
+    assert pulse.verify(target).problems == ()
+
+
 def test_a_damaged_object_is_not_copied(tmp_path: Path) -> None:
     source, target = pulse.open_store("memory://"), pulse.open_store(tmp_path)
     Run(source).publish(5)

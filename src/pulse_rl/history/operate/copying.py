@@ -19,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from pulse_rl.errors import CannotListError, ObjectNotFoundError, StoreError
+from pulse_rl.errors import CannotListError, ObjectNotFoundError, StoreError, VersionNotFoundError
 from pulse_rl.history import ending
 from pulse_rl.history.history import History, sealed
 from pulse_rl.history.manifest import Manifest, PatchObject, manifest_name
@@ -89,7 +89,7 @@ def copy_history(
     Raises:
         VersionNotFoundError: If the source holds no version.
         IntegrityError: If an object of the source is damaged; everything before it was copied.
-        StoreError: If a store fails, or the target holds another history.
+        StoreError: If a store fails, the target holds another history, or the source was pruned meanwhile.
         ValueError: If both are the same store.
     """
     history = open_history(source, public_key, patience=patience)
@@ -103,10 +103,15 @@ def copy_history(
     for done, sequence in enumerate(sorted(sequences, key=lambda sequence: (sequence < first, sequence))):
         if progress is not None:
             progress(done, len(sequences), manifest_name(sequence))
-        whole = history.read(sequence)
-        for one in whole.each_view():
-            copy.version(history, one, listed)
-        copy.manifest(manifest_name(sequence), sealed(history, whole))
+        try:
+            whole = history.read(sequence)
+            for one in whole.each_view():
+                copy.version(history, one, listed)
+            copy.manifest(manifest_name(sequence), sealed(history, whole))
+        except (ObjectNotFoundError, VersionNotFoundError) as error:
+            if history.first() > first:
+                error.add_note("the source was pruned meanwhile: copy again, from where it begins now")
+            raise
         if done == 0:
             begin_at(there, first)  # once that manifest is there; a target that was pruned further begins where it did
     copy.small(ending.END, ending.FORMAT.max_nbytes)
