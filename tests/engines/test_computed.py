@@ -128,3 +128,30 @@ def test_a_large_tensor_is_refused(run: pulse.Publisher, monkeypatch: pytest.Mon
     monkeypatch.setattr(derived, "LARGEST_NBYTES", 15)
     with pytest.raises(pulse.UnmappedError, match="float32"):
         _views(Engine(_published()), run, computes=True)
+
+
+def test_what_is_half_rebuilt_is_rebuilt_whatever_version_comes_next() -> None:
+    """Also where that is the version before, from whose weights it was built last; and a proof that fails leaves it."""
+    source, results = torch.arange(4.0), torch.arange(4.0).neg()
+    fails = False
+
+    def rebuild() -> None:
+        results[:2] = -source[:2]
+        if fails:
+            raise MemoryError
+        results[2:] = -source[2:]
+
+    rebuilding = derived.Rebuilding([derived.Derived("layer", (source,), (results,), rebuild)])
+    rebuilding.prove()
+    before = source.clone()
+    source += 1
+    fails = True
+    with pytest.raises(MemoryError):
+        rebuilding.prove()
+    assert torch.equal(results, -before)
+    with pytest.raises(MemoryError):
+        rebuilding.refresh()
+    fails = False
+    source.copy_(before)
+    assert rebuilding.refresh() == 1
+    assert torch.equal(results, -before)

@@ -52,11 +52,14 @@ class Rebuilding:
         No step of the engine may run: in between, memory may hold what is half computed.
         """
         for number, one in enumerate(self._derived):
-            before = [result.clone() for result in one.results]
-            one.rebuild()
-            if _bits(one.results) != _bits(before):
-                for result, kept in zip(one.results, before, strict=True):
+            before, same = [result.clone() for result in one.results], False
+            try:
+                one.rebuild()
+                same = _bits(one.results) == _bits(before)
+            finally:  # the engine goes on with what it had
+                for result, kept in zip(one.results, before, strict=True) if not same else ():
                     result.copy_(kept)
+            if not same:
                 reason = "what it has computed from its weights is not what it computes from them now"
                 raise unmapped(repr(one.module), reason, one.module)
             self._built_from[number] = _bits(one.sources)
@@ -67,6 +70,7 @@ class Rebuilding:
         for number, one in enumerate(self._derived):
             found = _bits(one.sources)
             if found != self._built_from[number]:
+                self._built_from[number] = ""  # until it is whole: a version may come back that it was built from
                 one.rebuild()
                 self._built_from[number] = found
                 count += 1
