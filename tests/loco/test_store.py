@@ -195,6 +195,21 @@ def test_a_trainer_goes_on_from_an_older_checkpoint(store: Store) -> None:
     leave(trainers[0], again)
 
 
+def test_inner_steps_of_a_checkpoint_before_the_first_round_are_kept(store: Store) -> None:
+    """Such a trainer is no new one, though there is an anchor that a new one starts from."""
+    quick, slow = Trainer(store, 0, late_after=0, anchor_every=1), Trainer(store, 1, late_after=20)
+    enter(quick, slow)
+    slow.take(1)
+    again = Trainer(store, 1, late_after=20)
+    again.load(slow.save())
+    leave(slow)
+    quick.rounds()
+    enter(again)
+    theta, residuals = naive([{0: EVERY, 1: 1}], [{0}])[0]
+    assert (again.theta, again.residual) == (theta, residuals[1])
+    leave(quick, again)
+
+
 def test_inner_steps_of_a_checkpoint_are_kept_where_a_round_is_committed_meanwhile(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

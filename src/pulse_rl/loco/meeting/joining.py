@@ -149,7 +149,8 @@ def _leads_on(meeting: Meeting, trainer: Trainer, run: RunDocument, newest: int)
     committed, anchored = set(board.committed()), board.anchors()
     known = trainer.base
     if round < newest:
-        if not committed.issuperset(range(round + 1, newest + 1)) or (not round and anchored):
+        new = not round and not trainer.inner_steps  # it reads less of an anchor than of all rounds
+        if not committed.issuperset(range(round + 1, newest + 1)) or (new and anchored):
             return False
         known = board.commit(round + 1).base
     elif round == run.anchor.round:
