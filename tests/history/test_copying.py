@@ -166,6 +166,18 @@ def test_another_history_is_not_overwritten(tmp_path: Path) -> None:
     assert listed(pulse.open_store(tmp_path / "b"))[:2] == before
     with pytest.raises(pulse.VersionNotFoundError):
         pulse.copy_history("memory://", tmp_path / "c")
+    source, target = pulse.open_store("memory://"), pulse.open_store("memory://")
+    pruned(source)
+    pulse.copy_history(source, target)
+    for name in ("first.json", *(info.name for info in listed(source))):
+        source.delete(name)
+    copied = listed(target)
+    for info in copied[:1]:  # a permanent anchor, the only name that both would have
+        target.delete(info.name)
+    Run(source).publish(1)  # begun anew
+    with pytest.raises(pulse.StoreError, match="holds another history"):
+        pulse.copy_history(source, target)
+    assert listed(target) == copied[1:]
 
 
 def test_a_store_is_not_copied_to_itself(tmp_path: Path) -> None:

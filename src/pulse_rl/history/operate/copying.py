@@ -93,13 +93,17 @@ def copy_history(
         ValueError: If both are the same store.
     """
     history = open_history(source, public_key, patience=patience)
-    there = History(target, patience=patience).store
+    copied = History(target, patience=patience)
+    there = copied.store
     if there.url == history.store.url and not there.url.startswith("memory://"):  # which two stores can have
         raise ValueError(f"expected another store to copy to, found {there.url} twice")
     sequences = some_sequences(history)
     there.check_create()
     copy, first = _Copy(history.store, there), history.first()
     listed, newest = set(sequences), history.read(sequences[-1])
+    _, held = copied.end()
+    if held is not None and held.history != newest.history:  # of which no name may be in both
+        raise _other_history(there, history.store, manifest_name(held.sequence))
     for done, sequence in enumerate(sorted(sequences, key=lambda sequence: (sequence < first, sequence))):
         if progress is not None:
             progress(done, len(sequences), manifest_name(sequence))
@@ -124,6 +128,14 @@ def copy_history(
         nbytes=copy.nbytes,
         present=len(copy.present),
         times_kept=copy.keeps_times,
+    )
+
+
+def _other_history(target: Store, source: Store, name: str) -> StoreError:
+    return StoreError(
+        f"{target.url} holds another history than {source.url}: its {name} differs; copy to an empty store",
+        url=target.url,
+        name=name,
     )
 
 
@@ -182,12 +194,7 @@ class _Copy:
         """Commit a version in the target, byte for byte."""
         present = name in self._there
         if not (has_bytes if present else create)(self._target, name, data):
-            raise StoreError(
-                f"{self._target.url} holds another history than {self._source.url}: its {name} differs; copy to an "
-                "empty store",
-                url=self._target.url,
-                name=name,
-            )
+            raise _other_history(self._target, self._source, name)
         self._count(name, None if present else len(data))
 
     def small(self, name: str, limit: int) -> None:
