@@ -120,6 +120,21 @@ def test_what_is_pruned_while_it_is_copied_is_an_error_that_says_so(folder: str)
     assert pulse.verify(target).problems == ()
 
 
+def test_a_copy_that_was_gone_on_with_keeps_its_own_end() -> None:
+    source, target = pulse.open_store("memory://"), pulse.open_store("memory://")
+    run = Run(source)
+    run.publish(2)
+    pulse.copy_history(source, target)
+    publisher = pulse.Publisher(target)
+    publisher.publish(run.bits, version=100)
+    publisher.end()
+    for ended in (False, True):  # the source
+        if ended:
+            pulse.Publisher(source).end()
+        pulse.copy_history(source, target)
+        assert pulse.Subscriber(target).ended
+
+
 def test_a_damaged_object_is_not_copied(tmp_path: Path) -> None:
     source, target = pulse.open_store("memory://"), pulse.open_store(tmp_path)
     Run(source).publish(5)

@@ -118,7 +118,8 @@ def copy_history(
             raise
         if done == 0:
             begin_at(there, first)  # once that manifest is there; a target that was pruned further begins where it did
-    copy.small(ending.END, ending.FORMAT.max_nbytes)
+    if held is None or held.sequence <= newest.sequence:  # a copy that was gone on with has an end of its own
+        copy.small(ending.END, ending.FORMAT.max_nbytes)
     return CopyReport(
         source=history.store.url,
         target=there.url,
