@@ -111,7 +111,7 @@ class Relay:
             if version is not None:
                 self._require_same_history(subscriber, version)
             if version is not None and self._weights is None:
-                there = Subscriber(self.url, patience=0)
+                there = Subscriber(self._publisher.history.store, patience=0)
                 weights = there.allocate()
                 there.sync(weights, version=version)
                 self._weights = weights
