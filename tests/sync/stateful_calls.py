@@ -2,35 +2,46 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any, Literal
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 import pulse_rl as pulse
+from pulse_rl.history.assets import read_assets
 from pulse_rl.store.base import Store
 from tests.sync.stateful_machine import Clients, Follower, Trainer
 from tests.sync.stateful_weights import expect
-from tests.sync.stateful_world import Attempt, Wire
+from tests.sync.stateful_world import UNSURE, Attempt, Wire
+
+NOTE = "note.txt"  # an asset
+STRANGER = Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key()
 
 
 class Calls(Clients):
     """The clients of one history, and what must hold of their calls."""
 
-    def published(self, trainer: Trainer, *, anchor: bool | None = None, foreground: bool = False) -> str:
-        """Publish by one trainer, and compare with the model."""
+    def published(
+        self, trainer: Trainer, *, anchor: bool | None = None, foreground: bool = False, version: int | None = None
+    ) -> str:
+        """Publish by one trainer, and compare with the model. version: None for a drawn one."""
         draw, disk, publisher = self.random, trainer.wire.disk, trainer.publisher
         anchor = draw.random() < 0.12 if anchor is None else anchor
         background = draw.random() < 0.3 and not foreground
         trainer.bits = self.model.changed(draw, trainer.bits)
         weights = self.model.tensors(trainer.bits)
         highest = max(disk.highest(), trainer.flying.version if trainer.flying else -1)
-        low = disk.head is not None and draw.random() < 0.04 and not anchor
-        version = disk.head.version if low and disk.head else highest + draw.choice((1, 1, 1, 3, 1000))
+        low = version is None and disk.head is not None and draw.random() < 0.04 and not anchor
+        if version is None:
+            version = disk.head.version if low and disk.head else highest + draw.choice((1, 1, 1, 3, 1000))
         given: int | None = version
         # Whether it is known which version is the next.
         sure = not (low or disk.hurt or self.hooked or any(map(callable, trainer.wire.plan.values())))
         if sure and disk.head is not None and self.is_current(trainer) and draw.random() < 0.15:
             given, version = None, max(disk.head.version, trainer.flying.version if trainer.flying else -1) + 1
-        attempt = Attempt(version, trainer.bits, digest=pulse.digest(weights), by=trainer)
+        noted, note = {"reward": version / 7}, None if draw.random() < 0.6 else b"of %d" % version
+        attempt = Attempt(version, trainer.bits, digest=pulse.digest(weights), by=trainer, metadata=noted, note=note)
         trainer.wire.attempts.append(attempt)
         current, hurt, flying = self.is_current(trainer), disk.hurt, trainer.flying
         fresh, overtaken = publisher.version is None, f"it held {trainer.last}, the newest was {disk.head}"
@@ -38,7 +49,12 @@ class Calls(Clients):
         report, error = None, None
         try:
             report = publisher.publish(
-                weights, version=given, anchor=anchor, background=background, metadata={"reward": version / 7}
+                weights,
+                version=given,
+                anchor=anchor,
+                background=background,
+                metadata=noted,
+                assets=None if note is None else {NOTE: note},
             )
         except (pulse.PulseError, ValueError) as caught:
             error = caught
@@ -151,7 +167,7 @@ class Calls(Clients):
                 report = subscriber.sync(follower.live, version=pin)
             else:
                 follower.staged, follower.obsolete = subscriber.stage(follower.live, version=pin), False
-                expect(self.model.read(follower.tensors()) == follower.seen, "stage has written")
+                expect(follower.read() == follower.seen, "stage has written")
         except pulse.PulseError as caught:
             error = caught
         if how == "stage" and error is None:
@@ -160,6 +176,8 @@ class Calls(Clients):
         name = f"follower {self.followers.index(follower)}" if follower in self.followers else "a new follower"
         who = f"{name}{'' if follower.wire.listing else ' (web)'}{f' to {pin}' if pin is not None else ''}"
         disturbed = follower.wire.fired or hurt or disk.hurt or disk.prunings != prunings or follower.wire.dead
+        view = follower.view
+        lacking = disk.head is not None and disk.head.state(view)[1] is None
         heads = [a for a in disk.line.values() if a.place >= max(before, default=0)]
         head = disk.head
         gone_back = top is not None and head is not None and head is not top and head.place <= top.place
@@ -172,19 +190,20 @@ class Calls(Clients):
                 first = disk.began()
                 there = any(
                     a.version == pin
+                    and a.state(view)[1] is not None
                     and (sequence >= first or follower.wire.listing)
                     and (top is None or a.history == top.history)
                     for sequence, a in before.items()
                 )
-                may = there if pin is not None else bool(heads) and not gone_back
+                may = there if pin is not None else bool(heads) and not gone_back and not lacking
                 expect(not may or self.hooked, f"{who} was refused without a reason: {error!r}")
         else:
             self.counts["synced"] += 1
             outcome = f"{who}: {held} to {report.version} by {report.route}"
             expect((report.version, report.digest) == (subscriber.version, subscriber.digest), f"it reports {report}")
-            bits = self.model.read(follower.tensors())
+            bits = follower.read()
             known, here = {**disk.lost, **before, **disk.line}, (report.version, report.digest)
-            found = [a for a in known.values() if (a.version, a.digest) == here]
+            found = [a for a in known.values() if a.state(view) == here]
             if pin is not None:
                 expect(report.version == pin, f"{who} reports {report.version}")
             elif not disturbed:
@@ -195,7 +214,7 @@ class Calls(Clients):
                 expect(bits == self.ledger.get(here), f"{who}: other bits than reported")
         held_now = {**disk.lost, **before, **disk.line}.values()
         for attempt in held_now:  # also after an error, and where it was only recognised
-            if (attempt.version, attempt.digest) == (subscriber.version, subscriber.digest) and (
+            if attempt.state(view) == (subscriber.version, subscriber.digest) and (
                 follower.top is None or attempt.place > follower.top.place
             ):
                 follower.top = attempt
@@ -217,49 +236,69 @@ class Calls(Clients):
         if not followers:
             return "nothing is staged"
         follower = self.random.choice(followers)
-        before = self.model.read(follower.tensors())
+        before = follower.read()
         try:
             outcome = f"{self.applied(follower).version}"
         except pulse.BaseMismatchError as error:
             expect(follower.obsolete, f"a staged version was refused without a reason: {error!r}")
-            expect(self.model.read(follower.tensors()) == before, "a staged version was refused, and written")
+            expect(follower.read() == before, "a staged version was refused, and written")
             outcome = "refused"
         else:
             held = (follower.subscriber.version, follower.subscriber.digest)
-            known = (a for disk in self.disks for a in disk.committed_here if (a.version, a.digest) == held)
+            known = (a for disk in self.disks for a in disk.committed_here if a.state(follower.view) == held)
             follower.top = max([*known, *filter(None, [follower.top])], key=lambda attempt: attempt.place)
         self.check_follower(follower)
         return outcome
 
     def load_all(self) -> str:
-        """Every version that was not pruned can be loaded, by a new subscriber each."""
-        disk = self.trainers[-1].wire.disk
+        """Every version that was not pruned can be loaded, by a new subscriber each, and in each of its views."""
+        disk = self.any_disk()
         wire = Wire(disk, Random(0))
         loaded = 0
         for attempt in self.random.sample(list(disk.line.values()), min(len(disk.line), 6)):
-            live = self.model.tensors(self.model.drawn(self.random))
-            before = self.model.read(live)
-            subscriber = pulse.Subscriber(wire, patience=0)
+            view = self.random.choice((None, *attempt.views))
+            form = self.model.forms[view]
+            live = form.tensors(form.drawn(self.random))
+            before = form.read(live)
+            subscriber = pulse.Subscriber(wire, patience=0, view=view)
             try:
-                subscriber.sync(live, version=attempt.version)
+                report = subscriber.sync(live, version=attempt.version)
+                assets = read_assets(subscriber.history, subscriber.history.find(attempt.version))
             except pulse.PulseError as error:
-                expect(disk.hurt, f"version {attempt.version} cannot be loaded: {error!r}")
-                expect(self.model.read(live) == before, f"{error!r}, and the weights are not as they were")
+                expect(disk.hurt, f"version {attempt.version} ({view}) cannot be loaded: {error!r}")
+                if subscriber.version is None:
+                    expect(form.read(live) == before, f"{error!r}, and the weights are not as they were")
                 continue
-            expect(self.model.read(live) == attempt.bits, f"version {attempt.version} was loaded with other bits")
+            expected = self.ledger[attempt.state(view)]
+            expect(form.read(live) == expected, f"version {attempt.version} ({view}) was loaded with other bits")
+            expect((report.metadata or None) == attempt.metadata, f"version {attempt.version} has {report.metadata}")
+            note = UNSURE if disk.hurt else disk.note_of(attempt, view)
+            expect(note in (assets.get(NOTE), UNSURE), f"version {attempt.version} has the assets {assets}")
             loaded += 1
         return f"{loaded} versions"
 
     def look(self) -> str:
-        """status and verify."""
-        disk = self.trainers[-1].wire.disk
+        """status, verify, and whether the run has ended, by whoever may ask."""
+        disk = self.any_disk()
         if any(trainer.flying for trainer in self.trainers) or not disk.line:
             return "not now"
         wire: Store = Wire(disk, Random(0))
         with suppress(pulse.PulseError):
-            status, subscriber = pulse.status(wire), pulse.Subscriber(wire, patience=0)
-            told = (status.ended, subscriber.ended)
-            expect(disk.hurt or told == (disk.ended, disk.ended), f"the run has ended: {disk.ended}, told {told}")
+            status, head = pulse.status(wire), disk.head
+            expect(disk.hurt or (status.newest, status.digest) == (head and head.state(None)), f"it tells {status}")
+            expect(disk.hurt or status.ended == disk.ended, f"the run has ended: {disk.ended}, status says not so")
+        for view in (None, *(disk.head.views if disk.head else ())):
+            with suppress(pulse.PulseError):
+                told = pulse.Subscriber(wire, patience=0, view=view).ended
+                expect(disk.hurt or told == disk.ended, f"the run has ended: {disk.ended}, told {told} of {view}")
+        if self.signed:
+            stranger = pulse.Subscriber(wire, patience=0, public_key=STRANGER)
+            live = self.model.tensors(self.model.drawn(self.random))
+            calls: list[Callable[[], object]] = [stranger.latest, partial(stranger.sync, live)]
+            for call in calls:
+                with suppress(pulse.PulseError):
+                    expect(False, f"what another key has signed was taken: {call()}")
+            expect(not stranger.ended, "a mark that another key has signed was taken for one")
         try:
             report = pulse.verify(wire)
         except pulse.PulseError as error:
@@ -268,4 +307,24 @@ class Calls(Clients):
         expect(disk.hurt or report.ok, f"verify finds {report.problems} in a sound history")
         wrong = set(report.good_versions) - {a.version for a in (*disk.line.values(), *disk.lost.values())}
         expect(not wrong, f"verify calls {sorted(wrong)} good versions")
+        missed = [name for name in disk.damaged_objects() if not any(name in problem for problem in report.problems)]
+        expect(not missed, f"verify does not name {missed}, which are damaged, but {report.problems}")
         return f"ok {report.ok}"
+
+    def ask(self) -> str:
+        """What a follower says of the history before it syncs: its newest version, and whether the run has ended."""
+        if not self.followers:
+            return "nobody"
+        follower = self.random.choice(self.followers)
+        disk, subscriber = follower.wire.disk, follower.subscriber
+        held, head = (subscriber.version, subscriber.digest), disk.head
+        newest = head.state(follower.view) if head else (None, None)
+        other = head is not None and (newest[1] is None or (held[0] == newest[0] and held[1] != newest[1]))
+        try:
+            told = (subscriber.latest(), subscriber.ended)
+        except pulse.PulseError as error:
+            expect(disk.hurt or other, f"latest or ended was refused without a reason: {error!r}")
+            return f"{type(error).__name__}"
+        expect(not other or disk.hurt, f"latest says {told}, {held} is held, and the newest is {newest}")
+        expect(disk.hurt or told == (newest[0], disk.ended), f"told {told}, the newest is {newest}, ended {disk.ended}")
+        return f"{told}"

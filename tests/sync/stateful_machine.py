@@ -21,11 +21,11 @@ import pulse_rl as pulse
 from pulse_rl.store.base import Store
 from tests.history.world import keys
 from tests.sync.stateful_turns import Turns
-from tests.sync.stateful_weights import Bits, Model, Wrong, expect
-from tests.sync.stateful_world import Attempt, Call, Disk, TaggedWire, Wire
+from tests.sync.stateful_weights import Bits, Model, Tensors, Wrong, expect
+from tests.sync.stateful_world import Attempt, Call, Disk, State, TaggedWire, Wire
 
 BEGUN = "begun"  # what came of something that happens meanwhile, until it is over
-SECONDS = 60.0  # for one step; the slowest takes well under one
+SECONDS = 300.0  # for one step; the slowest takes well under one
 
 
 @contextmanager
@@ -72,19 +72,24 @@ class Module(torch.nn.Module):
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         for name, tensor in tensors.items():
+            inner, _, leaf = name.rpartition(".")
+            if inner and not hasattr(self, inner):
+                self.add_module(inner, torch.nn.Module())
+            module = self.get_submodule(inner)
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 same = (p for p in self.parameters() if p.numel() and p.data_ptr() == tensor.data_ptr())
                 tied = next(same, None)
-                self.register_parameter(name, torch.nn.Parameter(tensor) if tied is None else tied)
+                module.register_parameter(leaf, torch.nn.Parameter(tensor) if tied is None else tied)
             else:
-                self.register_buffer(name, tensor)
+                module.register_buffer(leaf, tensor)
 
 
 class Follower:
     """A subscriber with its live weights, and what the model knows of it."""
 
-    def __init__(self, wire: Wire, subscriber: pulse.Subscriber, live: Any, recounts: bool) -> None:
+    def __init__(self, wire: Wire, subscriber: pulse.Subscriber, live: Any, recounts: bool, form: Tensors) -> None:
         self.wire, self.subscriber, self.live, self.recounts = wire, subscriber, live, recounts
+        self.form, self.view = form, subscriber.history.view
         self.altered: set[tuple[str, int]] = set()  # bytes that were changed where nothing could see it
         self.top: Attempt | None = None  # the highest version that it has reported
         self.staged: pulse.Staged | None = None
@@ -93,6 +98,22 @@ class Follower:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.live.state_dict(keep_vars=True) if isinstance(self.live, torch.nn.Module) else self.live
+
+    def read(self) -> Bits:
+        """The live bits."""
+        return self.form.read(self.tensors())
+
+
+class Site:
+    """A relay or a mirror of a store, and what leads it there and on."""
+
+    def __init__(self, source: Wire, target: Any) -> None:
+        self.source, self.target = source, target  # the target of a relay is a Wire, of a mirror a Path
+        self.process: Any = None  # the Relay or Mirror; None before it is started
+
+
+def sizes(bits: Bits) -> dict[str, int]:
+    return {name: len(data) for name, data in bits.items()}
 
 
 def differences(bits: Bits, others: Bits) -> set[tuple[str, int]]:
@@ -110,11 +131,12 @@ class Clients:
         self.random = Random(seed)
         draw = self.random
         self.turns, self.log = turns, log
-        self.ledger: dict[tuple[int, str], Bits] = {}
+        self.ledger: dict[State, Bits] = {}
         self.model = Model(draw)
+        self.folder = directory
         self.directory = directory if draw.random() < 0.1 else None
         self.numbers = itertools.count()
-        self.disks = [Disk(self.storage(), self.ledger, self.turns)]
+        self.disks = [self.disk()]
         self.signed = draw.random() < 0.2
         self.settings: dict[str, Any] = {
             "anchor_every": draw.choice((1, 2, 3, 5, 8, 50)),
@@ -125,44 +147,60 @@ class Clients:
             self.settings |= {"keep_every": draw.choice((None, 2, 3)), "grace": draw.choice((0.0, 0.0, 3600.0))}
         self.trainers = [self.trainer(self.disks[0])]
         self.followers: list[Follower] = []
+        self.relays: list[Site] = []
+        self.mirrors: list[Site] = []
         self.counts: Counter[str] = Counter()
         self.calls: list[Call] = [Call("put", "manifests", 1)]  # that were made so far: each may fail
         self.hooked = False  # whether another client acts inside of the current step
 
     # Making things
 
+    def disk(self) -> Disk:
+        return Disk(self.storage(), self.model, self.ledger, self.turns)
+
+    def any_disk(self) -> Disk:
+        """Mostly the one that is published to."""
+        return self.trainers[-1].wire.disk if self.random.random() < 0.6 else self.random.choice(self.disks)
+
     def storage(self) -> Store:
         if self.directory is None:
             return pulse.open_store("memory://")
         return pulse.open_store(self.directory / f"store{next(self.numbers)}")
 
-    def wire(self, disk: Disk, *, listing: bool = True) -> Wire:
+    def wire(self, disk: Disk, *, listing: bool = True, source: Disk | None = None) -> Wire:
         kind = TaggedWire if self.random.random() < 0.5 else Wire
-        return kind(disk, Random(self.random.random()), listing)
+        return kind(disk, Random(self.random.random()), listing, source)
 
     def trainer(self, disk: Disk) -> Trainer:
         wire = self.wire(disk)
         patience = self.random.choice((0.0, 0.0, 0.0, 5.0))
         sign: dict[str, Any] = {"sign_with": keys()[0]} if self.signed else {}
-        publisher = pulse.Publisher(wire, patience=patience, **self.settings, **sign)
+        views = self.model.views if self.random.random() < 0.9 else {}
+        publisher = pulse.Publisher(wire, patience=patience, views=views, **self.settings, **sign)
         return Trainer(wire, publisher, self.model.drawn(self.random))
 
-    def follower(self, disk: Disk, live: Any = None) -> Follower:
+    def follower(self, disk: Disk, old: Follower | None = None) -> Follower:
+        """A subscriber, with new weights or those of an old one."""
         draw = self.random
-        if live is None:
-            start = self.model.drawn(draw)
-            if self.ledger and draw.random() < 0.3:  # as after loading an anchor
-                start = draw.choice(list(self.ledger.values()))
-            live = self.model.tensors(start)
+        if old is not None:
+            live, view = old.live, old.view
+        else:
+            view = draw.choice((None, *self.model.views))
+            form = self.model.forms[view]
+            start = form.drawn(draw)
+            known = [bits for bits in self.ledger.values() if sizes(bits) == sizes(start)]
+            if known and draw.random() < 0.3:  # as after loading an anchor
+                start = draw.choice(known)
+            live = form.tensors(start)
             if draw.random() < 0.4:
                 live = Module(live)
         verify_live = draw.choice((False, False, False, True, 2))
         key: dict[str, Any] = {"public_key": keys()[1]} if self.signed else {}
         wire = self.wire(disk, listing=draw.random() < 0.7)
         patience = draw.choice((0.0, 0.0, 0.0, 5.0))
-        subscriber = pulse.Subscriber(wire, verify_live=verify_live, patience=patience, **key)
-        made = Follower(wire, subscriber, live, verify_live is True)
-        made.seen = self.model.read(made.tensors())
+        subscriber = pulse.Subscriber(wire, verify_live=verify_live, patience=patience, view=view, **key)
+        made = Follower(wire, subscriber, live, verify_live is True, self.model.forms[view])
+        made.seen = made.read()
         return made
 
     def plan_faults(self, wire: Wire, *, rate: float = 0.35) -> None:
@@ -225,7 +263,7 @@ class Clients:
             self.check_follower(follower)
 
     def check_follower(self, follower: Follower) -> None:
-        subscriber, bits = follower.subscriber, self.model.read(follower.tensors())
+        subscriber, bits = follower.subscriber, follower.read()
         version, digest = subscriber.version, subscriber.digest
         if version is None or digest is None:
             known = bits == follower.seen or bits in self.ledger.values()

@@ -4,7 +4,8 @@ The library works in threads: it puts a patch and a trail at once, fetches one p
 publishes in the background. `Turns` lets exactly one of them go on at a time. At each call of a store a draw decides
 which one goes on, so a seed decides the interleaving, and every interleaving can be drawn.
 
-Threads that only compute take no turns: they call no store, and the library yields their results in order.
+Threads that only compute, those of the pool in `parallel`, take no turns: they call no store, and the library yields
+their results in order.
 """
 
 import importlib
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from random import Random
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from unittest.mock import patch
 
 from blake3 import blake3
 
-from pulse_rl import history, store, sync
+from pulse_rl import history, parallel, store, sync
 from pulse_rl import patch as patches
 
 CALL_S = 0.01  # that a call of a store takes
@@ -208,6 +209,13 @@ def taken_by(turns: Turns, seed: str) -> Iterator[None]:
     def pool(max_workers: int, thread_name_prefix: str = "pool") -> Pool:
         return Pool(turns, max_workers, thread_name_prefix)
 
+    def waited(futures: Iterable[Future[Any]]) -> None:
+        for future in futures:
+            if isinstance(future, _Result):
+                future._await()
+            else:
+                wait([future])
+
     replaced: dict[str, tuple[object, object]] = {
         "time": (time, SimpleNamespace(time=now, monotonic=now, perf_counter=now, sleep=sleep)),
         "secrets": (
@@ -216,15 +224,15 @@ def taken_by(turns: Turns, seed: str) -> Iterator[None]:
         ),
         "random": (random, draw),
         "ThreadPoolExecutor": (ThreadPoolExecutor, pool),
+        "wait": (wait, waited),
     }
+    parallel._pool()
     for room in (history, patches, store, sync):
         for found in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
             importlib.import_module(found.name)  # before anything is replaced
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "pulse_rl"]
     with ExitStack() as stack:
         for module in modules:
-            if module.__name__ == "pulse_rl.parallel":  # its threads only compute
-                continue
             for name, (real, drawn) in replaced.items():
                 if vars(module).get(name) is real:
                     stack.enter_context(patch.object(module, name, drawn))

@@ -22,8 +22,10 @@ from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.store.objects import ObjectStore
 from tests.history.mutations import members
 from tests.sync.stateful_turns import Turns
-from tests.sync.stateful_weights import Bits, Model
+from tests.sync.stateful_weights import BIG, VIEWS, Bits, Model
 
+UNSURE = b"?"  # an asset of which nobody knows what it is
+State = tuple[int, str | None]  # a version, and its digest
 FOLDERS = ("manifests", "patches", "trails", "anchors")
 
 
@@ -38,19 +40,28 @@ class Attempt:
     sequence: int | None = None  # once committed
     history: str | None = None  # its id, likewise
     disturbed: bool = False  # whether a call failed while it was in flight
+    metadata: dict[str, Any] | None = None
+    note: bytes | None = None  # an asset, put with an anchor
+    views: dict[str, str] = field(default_factory=dict)  # once committed: the digest in each view
+    anchors: set[str | None] = field(default_factory=set)  # likewise: the views that have an anchor, None the weights
+    anchor_number: int = 0
 
     @property
     def place(self) -> int:
         """Its sequence number; -1 before it is committed."""
         return -1 if self.sequence is None else self.sequence
 
+    def state(self, view: str | None) -> State:
+        """What whoever holds it reports: its version, and its digest in a view; None where it lacks that."""
+        return self.version, self.digest if view is None else self.views.get(view)
+
 
 class Disk:
     """A store, and what the model knows of it."""
 
-    def __init__(self, inner: Store, ledger: dict[tuple[int, str], Bits], turns: Turns) -> None:
-        self.inner = inner
-        self.ledger = ledger  # every version that was ever committed anywhere, by version and digest
+    def __init__(self, inner: Store, model: Model, ledger: dict[State, Bits], turns: Turns) -> None:
+        self.inner, self.model = inner, model
+        self.ledger = ledger  # every version that was ever committed anywhere, and its views, by version and digest
         self.turns = turns
         self.times: dict[str, float] = {}  # when each object was written
         self.line: dict[int, Attempt] = {}  # the versions whose manifests exist and are sound, by sequence number
@@ -74,6 +85,11 @@ class Disk:
     def hurt(self) -> bool:
         return bool(self.damaged or self.lost or self.mixed)
 
+    def note_of(self, attempt: Attempt, view: str | None = None) -> bytes | None:
+        """The asset of the newest anchor at or before a version."""
+        anchors = [a for a in self.line.values() if view in a.anchors and a.place <= attempt.place]
+        return max(anchors, key=lambda a: a.place).note if anchors else None
+
     def began(self) -> int:
         """Where the history begins for readers that cannot list."""
         return read_first(self.inner)
@@ -82,11 +98,20 @@ class Disk:
         """The highest version that this disk ever held."""
         return max((attempt.version for attempt in (*self.line.values(), *self.lost.values())), default=-1)
 
-    def committed(self, name: str, data: bytes, attempts: "list[Attempt]") -> None:
-        """A manifest has reached the disk."""
+    def committed(self, name: str, data: bytes, attempts: "list[Attempt]", source: "Disk | None") -> None:
+        """A manifest has reached the disk: of an attempt, or of a version that is copied from another disk."""
         document, _ = members(data)
         sequence, version, digest = document["sequence"], document["version"], document["digest"]
         found = [a for a in attempts if (a.version, a.digest) == (version, digest) and a.sequence is None]
+        if source is not None:
+            here = (sequence, version, digest)
+            copied = next((a for a in reversed(source.committed_here) if (a.sequence, *a.state(None)) == here), None)
+            if copied is None:  # what is pruned meanwhile may still be copied
+                self.wrongs.append(f"version {version} was copied as {sequence}, and was never there")
+            else:
+                self.line = dict(sorted((self.line | {sequence: copied}).items()))
+                self.committed_here.append(copied)
+            return
         head, began = self.head, self.began()
         if found and sequence < began and (began, head) != (0, None):
             self.ledger[version, digest] = found[-1].bits
@@ -108,9 +133,29 @@ class Disk:
             if not (n.startswith("manifests/") and int(n[10:22]) >= oldest_kept)
         }
         found[-1].sequence, found[-1].history = sequence, document.get("history")
-        self.line[sequence] = found[-1]
-        self.committed_here.append(found[-1])
-        self.ledger[version, digest] = found[-1].bits
+        before = self.line.get(sequence - 1) or self.lost.get(sequence - 1)
+        self.line[sequence] = made = found[-1]
+        self.committed_here.append(made)
+        self.ledger[version, digest] = made.bits
+        if (document.get("metadata") or None) != (made.metadata or None):
+            self.wrongs.append(f"version {version} has the metadata {document.get('metadata')}")
+        made.anchor_number = document["anchor_number"]
+        views = document.get("views") or {}
+        made.anchors = {view for view, one in ({None: document} | views).items() if one.get("anchor")}
+        for view, entry in views.items():
+            made.views[view] = entry["digest"]
+            self._see(made, view, before)
+
+    def _see(self, made: Attempt, view: str, before: Attempt | None) -> None:
+        """Compare a view of a version with what is quantised anew, after the version before."""
+        here = made.state(view)
+        held = self.ledger.get(before.state(view)) if before is not None else None
+        # Sticky scales begin anew where a publisher began with an anchor.
+        for known in (held, None) if view in made.anchors else (held,):
+            self.ledger[here] = self.model.seen(view, made.bits, known)
+            if pulse.digest(self.model.forms[view].tensors(self.ledger[here])) == here[1]:
+                return
+        self.wrongs.append(f"version {made.version} has other bits in view {view} than quantised anew")
 
     def marked_by(self, data: bytes) -> None:
         """The mark of the run's end has reached the disk."""
@@ -123,6 +168,8 @@ class Disk:
             self.marked = None
         if name.startswith("manifests/"):
             self.prunings += 1
+            if int(name[10:22]) == max(self.line, default=-1):
+                self.wrongs.append(f"the newest version was deleted: {name}")
             self.line.pop(int(name[10:22]), None)
             self.lost.pop(int(name[10:22]), None)
 
@@ -133,8 +180,22 @@ class Disk:
     def listed(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         return [info._replace(modified=self.times[info.name]) for info in self.inner.list(prefix, after)]
 
+    def empty(self) -> None:
+        """Somebody deletes everything."""
+        for name in [*self.names(), "first.json", "end.json"]:
+            self.inner.delete(name)
+        self.line, self.lost, self.damaged, self.mixed, self.marked = {}, {}, {}, False, None
+        self.prunings += 1
+
     def names(self) -> list[str]:
         return [info.name for folder in FOLDERS for info in self.listed(folder)]
+
+    def damaged_objects(self) -> list[str]:
+        """What was damaged on purpose, and a sound manifest names."""
+        named = [bytes(self.inner.get(f"manifests/{sequence:012}.json")) for sequence in self.line]
+        there = {name: bytes(self.inner.get(name)) for name in self.names() if name in self.damaged}
+        changed = [name for name, data in self.damaged.items() if there.get(name) != data]
+        return [name for name in changed if any(name.encode() in data for data in named)]
 
     def damage(self, name: str, data: bytes | None) -> None:
         """Replace an object by other bytes; None deletes it."""
@@ -153,7 +214,8 @@ class Disk:
         for name, data in self.damaged.items():
             sequence = int(name.split("/")[1][:12])
             # What a pruning would have deleted is not put back.
-            if name in there or sequence >= began or sequence in self.line:
+            kept = sequence >= began or sequence in self.line or f"manifests/{sequence:012}.json" in there
+            if name in there or kept:
                 self.put(name, data)
             elif name.startswith("manifests/"):
                 del self.lost[sequence]
@@ -163,14 +225,14 @@ class Disk:
 
     def copy(self, inner: Store) -> "Disk":
         """Another disk with the same objects."""
-        made = Disk(inner, self.ledger, self.turns)
-        for name in ["first.json", *reversed(self.names())]:
+        made = Disk(inner, self.model, self.ledger, self.turns)
+        for name in ["first.json", "end.json", *reversed(self.names())]:
             try:
                 made.put(name, bytes(self.inner.get(name)))
             except pulse.ObjectNotFoundError:
                 continue
         made.line, made.lost, made.damaged = dict(self.line), dict(self.lost), dict(self.damaged)
-        made.committed_here, made.mixed = list(self.committed_here), self.mixed
+        made.committed_here, made.mixed, made.marked = list(self.committed_here), self.mixed, self.marked
         return made
 
 
@@ -194,6 +256,7 @@ class Wire:
     disk: Disk
     random: Random
     listing: bool = True
+    source: Disk | None = None  # where it is copied from
     temporary: bool = False  # what the failures say of themselves
     plan: "dict[Call, str | Callable[[], None]]" = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
@@ -204,7 +267,7 @@ class Wire:
     calls_left: int | None = None  # until its calls wait for `release`; None while they do not
 
     def __post_init__(self) -> None:
-        self.url = "fuzz://" + ("" if self.listing else "web")
+        self.url = f"fuzz://{'' if self.listing else 'web'}{'copy' if self.source else ''}"
 
     def begin(self) -> None:
         """A step begins."""
@@ -255,7 +318,7 @@ class Wire:
         what = self._call("put", name)
         self.disk.put(name, whole, mode=mode)
         if name.startswith("manifests/"):
-            self.disk.committed(name, whole, self.attempts)
+            self.disk.committed(name, whole, self.attempts, self.source)
         elif name == "end.json" and what != "lose":
             self.disk.marked_by(whole)
         elif what == "lose" and name != "end.json":
@@ -324,9 +387,9 @@ def warm_up() -> None:
     for codec in ("gap", "context"):
         store, model = pulse.open_store("memory://"), Model(Random(1))
         names = [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
-        model.shapes, model.tied = {name: (name, (5000,)) for name in names}, {}
+        model.shapes, model.tied = {BIG: ("bfloat16", (50, 100))} | {name: (name, (5000,)) for name in names}, {}
         live, bits = model.tensors(model.drawn(Random(0))), model.drawn(Random(2))
-        publisher, subscriber = pulse.Publisher(store, codec=codec), pulse.Subscriber(store)
+        publisher, subscriber = pulse.Publisher(store, codec=codec, views=VIEWS), pulse.Subscriber(store)
         for version in range(9):
             publisher.publish(model.tensors(bits), version=version)
             subscriber.sync(live, version=version)
