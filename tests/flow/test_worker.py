@@ -55,6 +55,20 @@ class Odd:
         return Rewards({"solver": float(np.mean(turn.tokens % 2))})
 
 
+class OneAtATime:
+    """A Dataflow as its process has it, whoever calls: the tests do from one thread, and the worker from others."""
+
+    def __init__(self, dataflow: Dataflow) -> None:
+        self._dataflow, self._turn = dataflow, threading.Lock()
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            with self._turn:
+                return getattr(self._dataflow, method)(*arguments)
+
+        return call
+
+
 class World:
     """The trainer's side of a run of a tiny policy, and a worker in a thread."""
 
@@ -84,11 +98,13 @@ class World:
             pools=[PoolRecipe(slots=2, view=view)],
             evaluation=[EvaluationRecipe(name="held", samples=3)],
         )
-        self.dataflow = Dataflow(
-            {"solver": PolicySettings(groups=2, max_staleness=staleness)},
-            All(),
-            deterministic=deterministic,
-            dispatch=DispatchSettings(pause=0.1),
+        self.dataflow = OneAtATime(
+            Dataflow(
+                {"solver": PolicySettings(groups=2, max_staleness=staleness)},
+                All(),
+                deterministic=deterministic,
+                dispatch=DispatchSettings(pause=0.1),
+            )
         )
         self.publisher = pulse.Publisher(
             self.recipe.store_url("solver"),
@@ -148,7 +164,8 @@ class World:
         def ready() -> PolicyBatch | None:
             if self._error:
                 raise self._error  # what it would have pushed never comes
-            return self.dataflow.pull("solver")
+            batch: PolicyBatch | None = self.dataflow.pull("solver")
+            return batch
 
         batch: PolicyBatch = wait_for(ready)
         return batch
