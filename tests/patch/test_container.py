@@ -335,7 +335,9 @@ def test_malformed_containers_of_a_patch() -> None:
 
 def test_malformed_streams() -> None:
     refused(edit_streams(lambda s: {**s, "table": b""}), "table: broken zstd frame")
-    refused(edit_streams(lambda s: {**s, "table": s["table"] + b"x"}), "table: expected one whole zstd frame")
+    refused(
+        edit_streams(lambda s: {**s, "table": s["table"] + b"x"}), "table: expected one whole .*, and 1 bytes after it"
+    )
     refused(edit_streams(lambda s: {**s, "table": s["table"] * 2}), "table: expected one whole zstd frame")
     refused(edit_streams(lambda s: {**s, "index": s["index"][:-1]}), "index")
     refused(edit_streams(lambda s: {**s, "shared": b"x"}), "or not all that they share")
@@ -372,7 +374,7 @@ TABLES: dict[str, tuple[bytes | Callable[[], bytes], str]] = {  # large ones are
     "tied to nothing": (table([["a", "U8", [], []]], {"b": "c"}), "tied to \\['c'\\], which it does not have"),
     "tied to itself": (table([["a", "U8", [], []]], {"a": "a"}), "'a' is tied to 'a'"),
     "tied in a chain": (table([["a", "U8", [], []]], {"b": "a", "c": "b"}), "'c' is tied to 'b'"),
-    "size unknown": (zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"), "table: expected at most"),
+    "size unknown": (zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"), "the frame declares no size"),
     "too large": (compress(bytes((16 << 20) + 1)), "expected at most 16777216 bytes, the frame declares 16777217"),
     "a row too short": (table([["a", "U8", [4]]]), "broken table"),
     "no sizes": (table([["a", "U8", [4], [[[0]]]]]), "broken table"),

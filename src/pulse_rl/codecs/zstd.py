@@ -24,11 +24,13 @@ def decompress(frame: memoryview, limit: int, what: str) -> bytes:
     try:
         size = zstandard.get_frame_parameters(frame).content_size
         if size == zstandard.CONTENTSIZE_UNKNOWN or size > limit:
-            raise FormatError(f"{what}: expected at most {limit} bytes, the frame declares {size}")
+            declared = "no size" if size == zstandard.CONTENTSIZE_UNKNOWN else size
+            raise FormatError(f"{what}: expected at most {limit} bytes, the frame declares {declared}")
         decompressor = _local.decompressor.decompressobj()
         data = decompressor.decompress(frame)
     except zstandard.ZstdError as error:
         raise FormatError(f"{what}: broken zstd frame: {error}") from None
     if not decompressor.eof or decompressor.unused_data or len(data) != size:
-        raise FormatError(f"{what}: expected one whole zstd frame of {size} bytes, found {len(data)}")
+        after = f", and {len(decompressor.unused_data)} bytes after it" if decompressor.unused_data else ""
+        raise FormatError(f"{what}: expected one whole zstd frame of {size} bytes, found {len(data)}{after}")
     return data
