@@ -38,6 +38,7 @@ class Calls(Clients):
         given: int | None = version
         # Whether it is known which version is the next.
         sure = not (low or disk.hurt or self.hooked or any(map(callable, trainer.wire.plan.values())))
+        sure &= trainer.flying is not None or trainer.last in (None, disk.head)  # in the background it does not look
         if sure and disk.head is not None and self.is_current(trainer) and draw.random() < 0.15:
             given, version = None, max(disk.head.version, trainer.flying.version if trainer.flying else -1) + 1
         noted, note = {"reward": version / 7}, None if draw.random() < 0.6 else b"of %d" % version

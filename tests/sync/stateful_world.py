@@ -168,7 +168,7 @@ class Disk:
             self.marked = None
         if name.startswith("manifests/"):
             self.prunings += 1
-            if int(name[10:22]) == max(self.line, default=-1):
+            if int(name[10:22]) == max((*self.line, *self.lost), default=-1):
                 self.wrongs.append(f"the newest version was deleted: {name}")
             self.line.pop(int(name[10:22]), None)
             self.lost.pop(int(name[10:22]), None)
