@@ -19,6 +19,7 @@ from obstore.exceptions import GenericError
 import pulse_rl as pulse
 from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from pulse_rl.store.base import Store
+from pulse_rl.store.directory import DirectoryStore
 from pulse_rl.store.requests import one_line
 from tests.store import servers
 
@@ -163,6 +164,34 @@ def test_reading_makes_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError):
         store.get("x")
     assert not (tmp_path / "typo").exists()
+
+
+def test_a_link_that_leads_to_another_run_is_followed_by_every_verb(tmp_path: Path) -> None:
+    """A store that is open already: listings and reads of the old run, and streams of the new one, mix the two."""
+    for run in ("first", "second"):
+        pulse.open_store(tmp_path / run).put(f"manifests/{run}.json", run.encode())
+        pulse.open_store(tmp_path / run).put("first.json", run.encode())
+    (tmp_path / "current").symlink_to("first")
+    store = pulse.open_store(tmp_path / "current")
+    assert isinstance(store, DirectoryStore)
+    for run in ("first", "second"):
+        (tmp_path / "current").unlink()
+        (tmp_path / "current").symlink_to(run)
+        assert [info.name for info in store.list("manifests")] == [f"manifests/{run}.json"]
+        assert bytes(store.get("first.json")) == b"".join(store.stream("first.json")) == run.encode()
+        assert bytes(store.read_range("first.json", 0, 5)) == run.encode()[:5]
+
+
+@pytest.mark.parametrize("broken", ["run", "run/manifests"])
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path, broken: str) -> None:
+    """A link to itself stands for a disk that fails or a missing permission, which root has: not for no version."""
+    (tmp_path / broken).parent.mkdir(exist_ok=True)
+    (tmp_path / broken).symlink_to(tmp_path / broken)
+    store = DirectoryStore(tmp_path / "run")
+    with pytest.raises(pulse.StoreError, match="cannot list manifests"):
+        store.list("manifests")
+    with pytest.raises(pulse.StoreError):
+        pulse.status(store)
 
 
 def test_a_directory_has_one_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -38,9 +38,11 @@ class DirectoryStore(ObjectStore):
 
     def _open(self) -> Any:
         need_threads()
-        if self._inner is None and self.path.is_dir():
-            self._inner = LocalStore(self.path)
-        return self._inner
+        # One that is kept would read on where the path led when it was made, though a link in it leads elsewhere now.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if S_ISDIR(self.path.stat().st_mode):
+                return LocalStore(self.path)
+        return None
 
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
@@ -105,7 +107,7 @@ class DirectoryStore(ObjectStore):
     def delete(self, name: str) -> None:
         """As in `Store`. A directory within a folder, as an anchor's, goes with its last object."""
         super().delete(name)
-        if self._inner is not None and name.count("/") > 1:
+        if name.count("/") > 1:
             with suppress(OSError):  # others are in it, or it is gone
                 (self.path / name).parent.rmdir()
 
@@ -130,7 +132,12 @@ class DirectoryStore(ObjectStore):
         return True  # or a link that leads nowhere, or round in a circle
 
     def _list_beside(self, inner: Any, prefix: str, after: str) -> builtins.list[ObjectInfo]:
-        files = (info for info in self._files(prefix) if info.name > after)
+        def refuse(error: OSError) -> None:
+            somebody_elses = isinstance(error, PermissionError) and error.filename != str(self.path / prefix)
+            if not (somebody_elses or isinstance(error, FileNotFoundError)):
+                raise error  # a folder that cannot be read is not an empty one
+
+        files = (info for info in self._files(prefix, refuse) if info.name > after)
         return [info for info in files if not _STAGED.fullmatch(info.name)]
 
     def unfinished(self, prefix: str) -> dict[ObjectInfo, str]:
@@ -138,10 +145,13 @@ class DirectoryStore(ObjectStore):
         staged = {info: _STAGED.fullmatch(info.name) for info in self._files(prefix)}
         return {info: match[1] for info, match in staged.items() if match is not None}
 
-    def _files(self, prefix: str) -> builtins.list[ObjectInfo]:
-        """The regular files of a folder, sorted by name; those that nobody can read are left out."""
+    def _files(self, prefix: str, refuse: Callable[[OSError], None] | None = None) -> builtins.list[ObjectInfo]:
+        """The regular files of a folder, sorted by name; those that nobody can read are left out.
+
+        refuse: gets the error of each directory that cannot be read.
+        """
         found = []
-        for folder, _, files in os.walk(self.path / prefix):
+        for folder, _, files in os.walk(self.path / prefix, onerror=refuse):
             for file in files:
                 path = Path(folder, file)
                 name = path.relative_to(self.path).as_posix()

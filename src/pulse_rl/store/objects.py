@@ -144,10 +144,10 @@ class ObjectStore:
             return bytes(up_to(found.stream(min_chunk_size=min(PART_NBYTES, limit + 1)), limit)), found.meta["e_tag"]
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        inner = self._open()
-        if inner is None:
-            return []
         with self._translated("list", prefix):
+            inner = self._open()
+            if inner is None:
+                return []
             try:
                 return self._listed(inner, prefix, after)
             except BaseError as error:
@@ -171,9 +171,9 @@ class ObjectStore:
         return self._listed(inner, prefix, max(after, f"{prefix}/0"))
 
     def delete(self, name: str) -> None:
-        inner = self._open()
-        if inner is not None:
-            with self._translated("delete", name), suppress(FileNotFoundError):
+        with self._translated("delete", name), suppress(FileNotFoundError):
+            inner = self._open()
+            if inner is not None:
                 try:
                     obstore.delete(inner, name)
                 except BaseError as error:
