@@ -22,9 +22,11 @@ from pulse_rl.store import cached_files
 from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.patient import PatientStore, patient, unwrapped
 from tests.conftest import Trainee
+from tests.loco.ranks import Ranks, good
 from tests.store import servers
 from tests.store.cache_world import World, data_of, flip, name_of
 from tests.store.proxy import Fault, Proxy
+from tests.sync import test_sharded_sync as sharded
 
 
 @pytest.fixture
@@ -217,6 +219,26 @@ def test_a_transfer_that_was_damaged_reaches_the_store_again(world: World, train
     late = trainee.empty()
     assert pulse.Subscriber(world.open()).sync(late).digest == publisher.digest
     assert world.gets[patch.name] == 2
+
+
+def with_a_cache(group: Any, rank: int, size: int, url: str, cache: Path) -> list[str]:
+    live = sharded.zeros("rows", rank, size)
+    subscriber = pulse.Subscriber(pulse.open_store(url, cache=cache), group=group)
+    reports = [subscriber.sync(live, version=version) for version in range(2)]
+    assert sharded.equal(live, 1)
+    return [report.route for report in reports]
+
+
+@pytest.mark.parametrize("folder", ["anchors", "patches"])
+def test_a_share_of_a_transfer_that_was_damaged_is_read_anew(world: World, ranks: Ranks, folder: str) -> None:
+    """What ranks read by ranges is in the cache, wrong: they ask the store at once, and do not go on with that copy."""
+    publisher = pulse.Publisher(world.files)
+    for version in range(2):
+        publisher.publish(sharded.state(version), version=version)
+    world.proxy.faults = [Fault("corrupt", "GET", f"/{folder}/", times=1)]
+    for routes in good(ranks(with_a_cache, 2, world.url, world.cache)):
+        assert routes == ["anchor", "patches"]
+    assert world.proxy.faults[0].hits == 1
 
 
 def test_an_object_that_is_damaged_in_the_store_is_asked_for_each_time(world: World, trainee: Trainee) -> None:

@@ -30,6 +30,7 @@ from pulse_rl.patch.format import Patch
 from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.targets import boxes_of, holds
 from pulse_rl.store.base import Store
+from pulse_rl.store.cache import drop_cached
 from pulse_rl.store.ranges import read_range, read_ranges
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import disjoint
@@ -124,16 +125,26 @@ def has_share(fetched: Fetched, share: Layout) -> bool:
 
 
 def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None) -> tuple[Patch, int]:
-    """One file, and how many bytes of it were read."""
-    if share is None or not share.sharded or not ref.head_nbytes:
-        return _fetch_whole(store, ref, limit)
-    check_size(ref.name, ref.nbytes, limit)
-    if not ref.head_nbytes <= min(ref.nbytes, patch_format.MAX_HEAD_NBYTES):
-        raise IntegrityError(f"{ref.name}: a head of {ref.head_nbytes} of {ref.nbytes} bytes", name=ref.name)
-    try:
-        head = read_range(store, ref.name, 0, ref.head_nbytes, most=ref.nbytes)
-    except CannotReadRangeError:
-        return _fetch_whole(store, ref, limit)
+    """One file, and how many bytes of it were read.
+
+    One whose parts cannot be read, or are not what its manifest promises, is read whole: a transfer may be at fault.
+    """
+    if share is not None and share.sharded and ref.head_nbytes:
+        check_size(ref.name, ref.nbytes, limit)
+        if not ref.head_nbytes <= min(ref.nbytes, patch_format.MAX_HEAD_NBYTES):
+            raise IntegrityError(f"{ref.name}: a head of {ref.head_nbytes} of {ref.nbytes} bytes", name=ref.name)
+        try:
+            return _fetch_share(store, ref, share)
+        except CannotReadRangeError:
+            pass
+        except (IntegrityError, PatchFormatError):
+            drop_cached(store, ref.name)
+    return patch_format.unpack(fetch(store, ref, limit), ref.name), ref.nbytes
+
+
+def _fetch_share(store: Store, ref: PatchObject, share: Layout) -> tuple[Patch, int]:
+    """The head of a file and the spans that a share of the weights needs, and how many bytes that is."""
+    head = read_range(store, ref.name, 0, ref.head_nbytes, most=ref.nbytes)
     if blake3(head).hexdigest()[:32] != ref.head_blake3:
         raise IntegrityError(
             f"{ref.name} in {store.url} is corrupt: expected a head of BLAKE3 {ref.head_blake3}, found another one",
@@ -146,10 +157,6 @@ def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None
     with translate(PatchFormatError, to=lambda reason: PatchFormatError(reason, source=ref.name)):
         read = patch.with_spans({span.number: data for span, data in zip(wanted, payloads, strict=True)})
     return read, ref.head_nbytes + sum(span.nbytes for span in wanted)
-
-
-def _fetch_whole(store: Store, ref: PatchObject, limit: int) -> tuple[Patch, int]:
-    return patch_format.unpack(fetch(store, ref, limit), ref.name), ref.nbytes
 
 
 def wanted_spans(patch: Patch, share: Mapping[str, Bits]) -> list[patch_format.Span]:

@@ -34,6 +34,7 @@ from pulse_rl.history.search import find_anchors, find_chain
 from pulse_rl.history.trail import state_of
 from pulse_rl.log.objects import check_size, fetch_parts, limit_of
 from pulse_rl.observers import LongWork
+from pulse_rl.store.cache import drop_cached
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout, Sides, compare_layouts
 
@@ -159,6 +160,8 @@ def _load_share(
 
     def read(whole: bool) -> tuple[Layout, int]:
         if whole:
+            for ref in anchor.anchor:
+                drop_cached(history.store, ref.name)  # what was read and is not proved may be a transfer's fault
             tensors = load_anchor(history, anchor, directory, effort, limit)
             _check_tied(target, tensors)
             _check_tensors(target, tensors, wanted)
