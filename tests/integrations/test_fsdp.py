@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pulse_rl.integrations.fsdp import shards
+from pulse_rl.integrations.steps import held
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.memory import LiveWeights, Memory
 from tests.loco.ranks import RANKS, Ranks, good
@@ -132,11 +133,21 @@ def refused(group: Any, rank: int, size: int) -> list[str]:
         with pytest.raises(TypeError) as raised:
             shards(model)
     said.append(str(raised.value))
+    for each in (True, False):
+        inside = wrapped("FULL_SHARD", each).module  # as Lightning gives its callbacks
+        with pytest.raises(TypeError) as raised:
+            held(inside)
+        said.append(str(raised.value))
+    with pytest.raises(TypeError) as raised:
+        held(dict(wrapped("FULL_SHARD", True).module.named_parameters()))
+    said.append(str(raised.value))
     return said
 
 
 def test_what_is_refused(ranks: Ranks) -> None:
-    for plain, summoned, other in good(ranks(refused, RANKS)):
+    for plain, summoned, other, *inside in good(ranks(refused, RANKS)):
+        assert len(inside) == 3
+        assert all("the outermost" in said for said in inside)
         assert "expected a FullyShardedDataParallel" in plain
         assert "outside of summon_full_params" in summoned
         assert "expected an attribute _fqns of Parameter" in other

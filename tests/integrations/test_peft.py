@@ -222,6 +222,19 @@ def test_what_cannot_be_merged() -> None:
         merged_weights(adapted(target_modules=["lm_head"]))
     with pytest.raises(TypeError, match="adapters that can be merged, found LlamaForCausalLM"):
         merged_weights(base())
+
+    def partitioned(weight: Any) -> None:  # by ZeRO-3
+        weight.ds_numel, weight.data = weight.numel(), weight.data.new_empty(0)
+
+    def flat(weight: Any) -> None:  # by FSDP1
+        weight._fsdp_flattened, weight.data = True, weight.data.view(-1)[:7]
+
+    for share in (partitioned, flat):
+        model = adapted()
+        for parameter in model.parameters():
+            share(parameter)
+        with pytest.raises(TypeError, match=r"layer '.*': expected whole weights to merge, found sharded ones"):
+            merged_weights(model)
     weights = layout(merged_weights(adapted()))
     name = next(name for name in weights if "q_proj" in name)
     assert not weights[name].writable

@@ -13,7 +13,7 @@ FlatParameter's docstring, but they are its own: where a torch lacks them, the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pulse_rl import Shard
@@ -50,23 +50,39 @@ def shards(model: Any) -> dict[str, Any]:
         the order of the model's own state dict.
 
     Raises:
-        TypeError: The model has no FullyShardedDataParallel in it, or this torch keeps flat parameters in another way.
+        TypeError: The model has no FullyShardedDataParallel in it, or parameters of one around it, or this torch keeps
+            flat parameters in another way.
     """
     fsdp = require("torch.distributed.fsdp", "torch").FullyShardedDataParallel
-    modules = dict(model.named_modules(remove_duplicate=False))
-    order = {id(module): i for i, module in enumerate(model.modules())}
+    modules = {} if isinstance(model, Mapping) else dict(model.named_modules(remove_duplicate=False))
     if not any(isinstance(module, fsdp) for module in modules.values()):
-        raise TypeError(f"expected a FullyShardedDataParallel or a model of them, found {type(model).__name__}")
+        raise TypeError(
+            f"expected a FullyShardedDataParallel, the outermost, or a model of them, found {type(model).__name__}"
+        )
+    order = {id(module): i for i, module in enumerate(model.modules())}
     found: dict[str, _Found] = {}
+    flat: set[int] = set()  # parameters whose parts are found
     for prefix, module in modules.items():
         if isinstance(module, fsdp) and (handle := _attribute(module, "_handle")) is not None:
+            flat |= {id(handle.flat_param), *map(id, getattr(handle.flat_param, "_params", None) or ())}
             for each in _sharded(prefix, handle, order):
                 found[each.name] = each
     for prefix, module in modules.items():
         for each in _whole(prefix, module, order):
-            found.setdefault(each.name, each)
+            if is_flat(each.value) and id(each.value) not in flat:
+                raise TypeError(
+                    f"expected the outermost FullyShardedDataParallel, found {type(model).__name__} inside of one, "
+                    f"which holds its parameter {each.name!r}"
+                )
+            if not hasattr(each.value, "_fqns"):  # a parameter of FSDP1: its own parts are found by its handle
+                found.setdefault(each.name, each)
     names = own_names(model, found)
     return {names[each.name]: each.value for each in sorted(found.values(), key=lambda each: each.at)}
+
+
+def is_flat(tensor: Any) -> bool:
+    """Whether FSDP1 has laid out a parameter in a flat one, or it is that: torch's mark on it."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -141,6 +157,5 @@ def _whole(prefix: str, module: Any, order: dict[int, int]) -> Iterator[_Found]:
     """The parameters and persistent buffers that a module has itself, and whole."""
     own = {**module._parameters, **module._buffers}
     for i, (name, tensor) in enumerate(own.items()):
-        flat = hasattr(tensor, "_fqns")  # a parameter of FSDP1: its own parts are found by its handle
-        if tensor is not None and name not in module._non_persistent_buffers_set and not flat:
+        if tensor is not None and name not in module._non_persistent_buffers_set:
             yield _Found((order[id(module)], (1 << 32) + i), _clean(prefix, name), tensor)

@@ -38,6 +38,8 @@ class PulseCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     Raises:
         ValueError: An option makes no sense; or, as training begins, a callback that averages weights comes after it.
+        TypeError: As training begins: the module is inside of an FSDP1 wrapper, as Lightning's `FSDPStrategy` makes
+            around it. The wrapper, `trainer.strategy.model`, is what `weights` can give.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pulse_rl.errors import require
+from pulse_rl.integrations.fsdp import is_flat
 from pulse_rl.weights.bits import is_dtensor
 from pulse_rl.weights.computed import Computed
 from pulse_rl.weights.names import ModelWeights, own_names, unwrap
@@ -115,9 +116,9 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
             continue
         done.add(path)  # all its names stand where its first one stood
         layer = layers[path]
+        if _sharded(layer):
+            raise TypeError(f"layer {path!r}: expected whole weights to merge, found sharded ones")
         for part, like in _base_state(layer).items():
-            if is_dtensor(like):
-                raise TypeError(f"layer {path!r}: expected whole weights to merge, found sharded ones")
             owners[like.data_ptr()] = path
             found[f"{path}.{part}"] = Computed(
                 partial(merged.tensor, path, layer, part), like.detach().reshape(-1)[:0], tuple(like.shape)
@@ -148,6 +149,16 @@ def _adapted(base: Any, kind: type) -> Iterator[tuple[str, Any]]:
         if isinstance(module, kind) or hasattr(module, "unload_and_optionally_merge_module"):
             inside.append(path)
             yield path, module
+
+
+def _sharded(layer: Any) -> bool:
+    """Whether a rank holds shares of a layer: of FSDP2, ZeRO-3, or FSDP1, which keeps a run of each parameter."""
+    tensors = list(layer.parameters())
+    runs = [tensor.dim() == 1 for tensor in tensors if is_flat(tensor)]  # within summon_full_params, adapters are not
+    partitioned = (
+        is_dtensor(tensor) or getattr(tensor, "ds_numel", tensor.numel()) != tensor.numel() for tensor in tensors
+    )
+    return (bool(runs) and all(runs)) or any(partitioned)
 
 
 def _base_state(layer: Any) -> dict[str, Any]:

@@ -171,9 +171,10 @@ def held(weights: Any) -> Any:
     """
     refuse_adapters(weights)
     modules = () if isinstance(weights, Mapping) else weights.modules()
-    tensors = weights.values() if isinstance(weights, Mapping) else weights.parameters()
+    tensors = list(weights.values() if isinstance(weights, Mapping) else weights.parameters())
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
-    if fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in modules):
+    wrapped = fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in modules)
+    if wrapped or any(map(fsdp.is_flat, tensors)):  # inside of a wrapper it is refused
         return fsdp.shards(weights)
     if any(hasattr(tensor, "ds_tensor") for tensor in tensors):
         return deepspeed.shards(weights)
