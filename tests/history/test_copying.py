@@ -1,6 +1,8 @@
 """Copies of histories, and assets for workers on other machines."""
 
+import errno
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -210,6 +212,19 @@ def test_over_the_web_and_into_a_bucket(tmp_path: Path, monkeypatch: pytest.Monk
     assert not report.times_kept
     assert pulse.verify(url).good_versions == (0, 2, 4, 6, 8, 10)
     assert pulse.copy_history(url, tmp_path / "back").times_kept
+
+
+def test_a_target_whose_times_cannot_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files of another user, to whose copy this one adds: it is copied all the same, and the report says so."""
+    Run(tmp_path / "run").publish(3)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    report = pulse.copy_history(tmp_path / "run", tmp_path / "copy")
+    assert (report.versions, report.times_kept) == (3, False)
+    assert pulse.verify(tmp_path / "copy").ok
 
 
 def test_assets_of_the_newest_anchor(store: Store, trainee: Trainee, tmp_path: Path) -> None:

@@ -217,7 +217,10 @@ class _Copy:
             self.present.add(name)
         # Also of what is there: a copy that was killed may have ended before that.
         if self._directory is not None and name in self._times:
-            os.utime(self._directory / name, (self._times[name],) * 2)
+            try:
+                os.utime(self._directory / name, (self._times[name],) * 2)
+            except OSError:  # another user's file, or a file system without: the report says so
+                self.keeps_times = False
 
 
 class _Parts:
