@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -295,6 +296,22 @@ def test_only_the_first_process_publishes() -> None:
     for wrong in ({"every": 0}, {"on_error": "ignore"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             PublishCallback(store, **wrong)
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_what_gathers_the_weights_is_called_as_often_on_every_rank(on_error: Any) -> None:
+    calls, model = [], torch.nn.Linear(2, 2)
+    for first in (True, False):
+        gather = mock.Mock(return_value=model)
+        callback = PublishCallback("memory://", every=2, weights=gather, on_error=on_error)
+        state = SimpleNamespace(is_world_process_zero=first, global_step=0)
+        args = SimpleNamespace(load_best_model_at_end=False)
+        callback.on_train_begin(args, state, None, model=model)
+        for state.global_step in (1, 2, 3):
+            callback.on_step_end(args, state, None, model=model)
+        callback.on_train_end(args, state, None, model=model)
+        calls.append(gather.call_count)
+    assert calls == [3, 3]  # of the steps 0, 2 and 3
 
 
 def test_shares_need_a_publisher_of_all_ranks(tmp_path: Path) -> None:

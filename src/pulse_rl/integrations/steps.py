@@ -71,7 +71,8 @@ class StepPublisher:
         self._settle(step)  # of a training that was interrupted, its last version may be on its way
         place = default_place()  # Accelerate calls every rank the first one where it knows no device
         first = place.rank == 0 if place else first
-        sharded = is_sharded(held(self._source(model)))
+        source = self._source(model)  # once: on every rank, as it may gather
+        sharded = is_sharded(held(source))
         if isinstance(self._given, Publisher):
             if sharded and not self._given.has_group:
                 raise ValueError(
@@ -86,13 +87,13 @@ class StepPublisher:
             return
         compiling = start_compiling()  # cold kernels took 20 s of the first step
         self._files = files()
-        self._publish(model, step)
+        self._publish(source, step)
         compiling.join()
 
     def step(self, model: Any, step: int) -> None:
         """Publish the model after a step, if it is its turn."""
         if step % self._every == 0:
-            self._publish(model, step)
+            self._publish(self._source(model), step)
 
     def end(self, model: Any, step: int, *, moved: bool = False) -> None:
         """Publish the model after the last step, if it was not, and wait until all is committed.
@@ -103,7 +104,7 @@ class StepPublisher:
             self._offset = None  # the step's own version may be there
         # Whether a version failed is known to the ranks that publish, and `weights` is called on all of them.
         if moved or step % self._every or self._on_error == "warn":
-            self._publish(model, step, last=True)
+            self._publish(self._source(model), step, last=True)
         self._settle(step)
 
     def _settle(self, step: int) -> None:
@@ -120,8 +121,7 @@ class StepPublisher:
     def _source(self, model: Any) -> Any:
         return model if self._weights is None else self._weights(model)
 
-    def _publish(self, model: Any, step: int, *, last: bool = False) -> None:
-        source = self._source(model)
+    def _publish(self, source: Any, step: int, *, last: bool = False) -> None:
         weights = held(source)
         if (publisher := self._publisher) is None:
             return
