@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import pulse_rl as pulse
 from pulse_rl.errors import install_hint
 from pulse_rl.flow import model
+from pulse_rl.integrations.steps import StepPublisher
 from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback, checkpoint_weights
 from pulse_rl.kernels.cpu import beside
 from tests.store.through import Through
@@ -312,6 +313,17 @@ def test_what_gathers_the_weights_is_called_as_often_on_every_rank(on_error: Any
         callback.on_train_end(args, state, None, model=model)
         calls.append(gather.call_count)
     assert calls == [3, 3]  # of the steps 0, 2 and 3
+
+
+def test_a_count_that_steps_over_a_multiple_of_every_is_published_where_it_does() -> None:
+    """As Lightning's count with several optimizers, each of whose steps it counts."""
+    store = pulse.open_store("memory://")
+    steps, net = StepPublisher(store, every=2), torch.nn.Linear(2, 2)
+    steps.begin(net, 0, first=True, files=dict)
+    for step in (1, 3, 5, 6, 7):
+        steps.step(net, step)
+    steps.end(net, 7)
+    assert [version for version, _ in published(store)] == [0, 3, 5, 6, 7]
 
 
 def test_shares_need_a_publisher_of_all_ranks(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ class StepPublisher:
         self._weights, self._cast, self._on_error = weights, cast, on_error
         self._publisher: Publisher | None = None  # from the beginning to the end of training, where this one publishes
         self._files: Mapping[str, bytes] = {}
+        self._tried = 0  # the last step that was to be published
         self._offset: int | None = None  # a version minus its step; None while the newest version is not known
         self._scalars: dict[str, float] = {}
 
@@ -82,7 +83,7 @@ class StepPublisher:
             self._publisher = self._given if first or self._given.has_group else None
         elif first or sharded:
             self._publisher = Publisher(self._given, cast=self._cast, group="world" if sharded else None)
-        self._offset = None
+        self._offset, self._tried = None, step
         if self._publisher is None:
             return
         compiling = start_compiling()  # cold kernels took 20 s of the first step
@@ -92,7 +93,8 @@ class StepPublisher:
 
     def step(self, model: Any, step: int) -> None:
         """Publish the model after a step, if it is its turn."""
-        if step % self._every == 0:
+        if step // self._every > self._tried // self._every:  # Lightning counts each optimizer's, several at once
+            self._tried = step
             self._publish(self._source(model), step)
 
     def end(self, model: Any, step: int, *, moved: bool = False) -> None:
@@ -103,7 +105,7 @@ class StepPublisher:
         if moved:
             self._offset = None  # the step's own version may be there
         # Whether a version failed is known to the ranks that publish, and `weights` is called on all of them.
-        if moved or step % self._every or self._on_error == "warn":
+        if moved or step != self._tried or self._on_error == "warn":
             self._publish(self._source(model), step, last=True)
         self._settle(step)
 
