@@ -2,6 +2,7 @@
 
 import gc
 import json
+import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,11 @@ def test_a_stream_is_read_to_its_end_also_where_it_fails(tmp_path: Path) -> None
     publisher, weights = pulse.Publisher(tmp_path), model(0)
     left = iter([("x", "no tensor"), *weights.items()])
     with pytest.raises(TypeError, match="tensor 'x'"):
+        publisher.publish(left)
+    assert next(left, None) is None
+    left = iter(weights.items())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(pulse.StoreError, match="TMPDIR"):
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
         publisher.publish(left)
     assert next(left, None) is None
 

@@ -7,13 +7,14 @@ gone may be the next one's.
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pulse_rl.disk import temporary_directory
 from pulse_rl.dtypes import UINTS
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box, Shape
@@ -70,14 +71,15 @@ def _read(stream: Iterator[Any], cast: str | None, path: Path, read: dict[str, _
         file.write(bytes(1))  # an empty file cannot be mapped
 
 
-def keep(stream: Iterator[Any], cast: str | None, path: Path) -> dict[str, Bits]:
+def keep(stream: Iterator[Any], cast: str | None, files: ExitStack) -> dict[str, Bits]:
     """Read a stream of (name, tensor) to its end, one at a time, into a file. Returns their bits, mapped from there.
 
-    cast: as for `as_bits`. Raises TypeError or ValueError for what is no such pair, OSError where there is no room;
-    it is read to its end then too.
+    cast: as for `as_bits`. files: gets the file's directory, to be deleted. Raises TypeError or ValueError for what is
+    no such pair, OSError where there is no room; it is read to its end then too.
     """
     read: dict[str, _Kept] = {}
     try:
+        path = files.enter_context(temporary_directory()) / "bits"
         _read(stream, cast, path, read)
     except Exception:
         with suppress(Exception):

@@ -6,7 +6,7 @@ Nothing here knows what was published before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -128,12 +128,15 @@ class Intake:
             )
         return Given(without_copies(self._ranks, share, self._tied), files, noted)
 
-    def spool(self, request: Request, directory: Path) -> Request:
-        """Keep the bits of a stream of tensors in a file. A collective. Returns the request with these as weights."""
+    def spool(self, request: Request, files: ExitStack) -> Request:
+        """Keep the bits of a stream of tensors in a file. A collective. Returns the request with these as weights.
+
+        files: as of `streamed.keep`.
+        """
 
         def read() -> Mapping[str, Bits]:
             try:
-                return streamed.keep(request.weights, self._kind(request), directory / "bits")
+                return streamed.keep(request.weights, self._kind(request), files)
             except OSError as error:
                 raise no_room(error) from error
 

@@ -6,14 +6,13 @@ What is given is taken in by `intake`; the way of a version from there is in `pi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.disk import temporary_directory
 from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.group.collectives import Wording, default_place
 from pulse_rl.group.ranks import Ranks, collective
@@ -282,9 +281,9 @@ class Publisher:
         """
         clock = Clock(self._ranks)
         request = Request(weights, version, anchor, background, cast, assets, metadata, like)
-        with temporary_directory() if isinstance(weights, Iterator) else nullcontext() as directory:
-            if directory is not None:
-                request = self._intake.spool(request, directory)
+        with ExitStack() as files:
+            if isinstance(weights, Iterator):
+                request = self._intake.spool(request, files)
             given = self._intake.take(request, self._prepare)
             start = self._pipeline.begin(anchor, given.share, self._bandwidth, look=not background)
             attempt = self._pipeline.find(start, given, request, clock)
