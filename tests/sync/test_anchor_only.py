@@ -1,5 +1,6 @@
 """publish(anchor=True): a full checkpoint on demand, with which a history that cannot be rebuilt recovers."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,3 +172,13 @@ def test_an_anchor_only_version_of_other_tensors_of_the_same_size(
     assert {name: tuple(getattr(raised.value, name)) for name in fields} == fields
     assert pulse.Subscriber(tmp_path).latest() == 1
     assert second.publish(before, anchor=True).version == 2
+
+
+def test_an_anchor_that_was_cut_off_is_got_past(tmp_path: Path) -> None:
+    """The only version's tensors cannot be read, as a part of a file is asked for that is not there."""
+    before = {"a": torch.zeros(4, 6).bfloat16()}
+    pulse.Publisher(tmp_path).publish(before)
+    (file,) = tmp_path.glob("anchors/*/model.safetensors")
+    os.truncate(file, file.stat().st_size // 2)
+    pulse.Publisher(tmp_path).publish(before, anchor=True)
+    assert pulse.Subscriber(tmp_path).sync(before).version == 1
