@@ -216,7 +216,7 @@ class Calls(Clients):
         held_now = {**disk.lost, **before, **disk.line}.values()
         for attempt in held_now:  # also after an error, and where it was only recognised
             if attempt.state(view) == (subscriber.version, subscriber.digest) and (
-                follower.top is None or attempt.place > follower.top.place
+                follower.top is None or (attempt.history == follower.top.history and attempt.place > follower.top.place)
             ):
                 follower.top = attempt
         self.check_follower(follower)

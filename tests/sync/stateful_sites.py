@@ -176,7 +176,9 @@ class Sites(Calls):
         head, held, hurt = source.head, target.head, source.hurt or target.hurt
         # Its store may hold what another publisher or another run has put there.
         known = [a.state(None) for a in source.committed_here if head is not None and a.history == head.history]
-        foreign = head is None or (held is not None and not isinstance(held.by, Site))
+        foreign = head is None or (
+            held is not None and (not isinstance(held.by, Site) or held.version > head.version)  # in parts
+        )
         strange = (
             held is not None and head is not None and (held.state(None) not in known or held.version > head.version)
         )
