@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from pulse_rl import Shard
 from pulse_rl.errors import require
+from pulse_rl.weights.bits import is_flat
 from pulse_rl.weights.boxes import FlatRun, Shape
 from pulse_rl.weights.names import own_names
 
@@ -78,11 +79,6 @@ def shards(model: Any) -> dict[str, Any]:
                 found.setdefault(each.name, each)
     names = own_names(model, found)
     return {names[each.name]: each.value for each in sorted(found.values(), key=lambda each: each.at)}
-
-
-def is_flat(tensor: Any) -> bool:
-    """Whether FSDP1 has laid out a parameter in a flat one, or it is that: torch's mark on it."""
-    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def _attribute(owner: Any, name: str) -> Any:

@@ -20,8 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pulse_rl.errors import require
-from pulse_rl.integrations.fsdp import is_flat
-from pulse_rl.weights.bits import is_dtensor
+from pulse_rl.weights.bits import is_dtensor, is_flat
 from pulse_rl.weights.computed import Computed
 from pulse_rl.weights.names import ModelWeights, own_names, unwrap
 

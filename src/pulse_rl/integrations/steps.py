@@ -18,7 +18,7 @@ from pulse_rl.group.collectives import default_place
 from pulse_rl.integrations import deepspeed, fsdp
 from pulse_rl.kernels.cpu.beside import start_compiling
 from pulse_rl.logs import logger
-from pulse_rl.weights.bits import is_dtensor
+from pulse_rl.weights.bits import is_dtensor, is_flat
 from pulse_rl.weights.layout import named_tensors
 from pulse_rl.weights.names import refuse_adapters
 
@@ -176,7 +176,7 @@ def held(weights: Any) -> Any:
     tensors = list(weights.values() if isinstance(weights, Mapping) else weights.parameters())
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
     wrapped = fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in modules)
-    if wrapped or any(map(fsdp.is_flat, tensors)):  # inside of a wrapper it is refused
+    if wrapped or any(map(is_flat, tensors)):  # inside of a wrapper it is refused
         return fsdp.shards(weights)
     if any(hasattr(tensor, "ds_tensor") for tensor in tensors):
         return deepspeed.shards(weights)

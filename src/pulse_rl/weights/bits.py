@@ -36,6 +36,7 @@ __all__ = [
     "as_bits",
     "differ",
     "is_dtensor",
+    "is_flat",
     "lying_itemsize",
     "mirrored",
 ]
@@ -170,6 +171,11 @@ def is_dtensor(tensor: object) -> bool:
     """Whether this is a tensor that torch.distributed has sharded over ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_flat(tensor: object) -> bool:
+    """Whether FSDP1 has laid out a parameter in a flat one, or it is that: torch's mark on it."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
