@@ -12,7 +12,7 @@
     │   ├── ObjectNotFoundError     it holds no object of that name (also FileNotFoundError)
     │   ├── ObjectExistsError       it holds that object already, put with mode="create" (also FileExistsError)
     │   ├── CannotListError         its objects can be read by name but not listed, as behind a web server
-    │   ├── CannotReadRangeError    it sends objects only whole, or one ends before that part
+    │   ├── CannotReadRangeError    its objects can only be read whole, as behind some web servers
     │   └── VersionNotFoundError    the history does not hold that version (also LookupError)
     ├── UnmappedError               an engine cannot follow a history in the memory of its weights
     ├── EngineError                 an inference engine is out of reach, refused, or failed at what it was asked for
@@ -229,8 +229,7 @@ class CannotListError(StoreError):
 
 
 class CannotReadRangeError(StoreError):
-    """A part of an object cannot be read: the store sends objects only whole, as a web server that ignores ranges does,
-    or the object ends before that part.
+    """The store's objects can only be read whole, as behind a web server that ignores ranges.
 
     Attributes:
         url: The store, without credentials.

@@ -31,7 +31,7 @@ from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.targets import boxes_of, holds
 from pulse_rl.store.base import Store
 from pulse_rl.store.cache import drop_cached
-from pulse_rl.store.ranges import read_range, read_ranges
+from pulse_rl.store.ranges import WrongSizeError, read_range, read_ranges
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import disjoint
 from pulse_rl.weights.boxes import Box, whole
@@ -137,7 +137,7 @@ def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None
             return _fetch_share(store, ref, share)
         except CannotReadRangeError:
             pass
-        except (IntegrityError, PatchFormatError):
+        except (IntegrityError, PatchFormatError, WrongSizeError):
             drop_cached(store, ref.name)
     return patch_format.unpack(fetch(store, ref, limit), ref.name), ref.nbytes
 

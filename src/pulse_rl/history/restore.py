@@ -35,6 +35,7 @@ from pulse_rl.history.trail import state_of
 from pulse_rl.log.objects import check_size, fetch_parts, limit_of
 from pulse_rl.observers import LongWork
 from pulse_rl.store.cache import drop_cached
+from pulse_rl.store.ranges import WrongSizeError
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout, Sides, compare_layouts
 
@@ -148,6 +149,15 @@ def restore(
     raise faults.failure(message, history.store.url)
 
 
+@contextmanager
+def _ending_early() -> Iterator[None]:
+    """Raise IntegrityError for a range of the wrong size: whether the object ends early, its size and hash tell."""
+    try:
+        yield
+    except WrongSizeError as error:
+        raise IntegrityError(str(error), name=error.name) from error
+
+
 def _load_share(
     reading: Reading, target: Manifest, anchor: Manifest, directory: Path, limit: int, wanted: Wanted
 ) -> Layout:
@@ -167,7 +177,7 @@ def _load_share(
             _check_tensors(target, tensors, wanted)
             found = cut(tensors, wanted.pieces)
         else:
-            with effort.timing("fetch_s"):
+            with effort.timing("fetch_s"), _ending_early():
                 stored, nbytes = read_headers(history.store, anchor)
                 _check_tied(target, stored)
                 specs = {name: one.spec for name, one in stored.items()}

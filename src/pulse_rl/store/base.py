@@ -134,8 +134,8 @@ class RangedStore(Store, Protocol):
         Raises:
             ValueError: If start or stop is negative, or stop lies before start.
             ObjectNotFoundError: If the object does not exist.
-            CannotReadRangeError: If objects can only be read whole, or the object ends before `stop`.
-            StoreError: If they cannot be read.
+            CannotReadRangeError: If objects can only be read whole.
+            StoreError: If they cannot be read, or the object ends before `stop`.
         """
 
 

@@ -7,7 +7,7 @@ nothing is bounded twice: by the gap between two neighbours, and by a share of a
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from pulse_rl.errors import CannotReadRangeError
+from pulse_rl.errors import CannotReadRangeError, StoreError
 from pulse_rl.parallel import at_once
 from pulse_rl.store.base import Store
 
@@ -25,18 +25,22 @@ def is_empty(start: int, stop: int) -> bool:
 
 
 def whole_range(store: Store, name: str, start: int, stop: int, found: memoryview) -> memoryview:
-    """Return what a store has sent for a range. Raises CannotReadRangeError if it is not of the range's size."""
+    """Return what a store has sent for a range. Raises StoreError if it is not of the range's size."""
     if len(found) != stop - start:
         raise wrong_size(store, name, start, stop, len(found))
     return found
 
 
-def wrong_size(store: Store, name: str, start: int, stop: int, found: int) -> CannotReadRangeError:
-    """The error of a range that has another size than was asked for, in bytes.
+class WrongSizeError(StoreError):
+    """A range has another size than was asked for: the store is at fault, or the object ends early.
 
-    Whoever reads the object whole instead learns whether the store is at fault, or the object, which is then avoided.
+    Whoever reads the object whole then learns which, by its size and hash.
     """
-    return CannotReadRangeError(
+
+
+def wrong_size(store: Store, name: str, start: int, stop: int, found: int) -> WrongSizeError:
+    """The error of a range of `found` bytes."""
+    return WrongSizeError(
         f"cannot read {name} in {store.url}: expected {stop - start} bytes from byte {start} on, found {found}",
         url=store.url,
         name=name,
@@ -135,7 +139,7 @@ def plan_requests(ranges: Sequence[tuple[int, int]], gap: int, spare: float) -> 
 
 
 def _read_front(store: Store, name: str, nbytes: int) -> memoryview:
-    """The first bytes of an object, read as a stream. Raises CannotReadRangeError if it has fewer."""
+    """The first bytes of an object, read as a stream. Raises StoreError if it has fewer."""
     data = bytearray()
     for part in store.stream(name):
         data += part[: nbytes - len(data)]
