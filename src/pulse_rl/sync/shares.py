@@ -31,7 +31,7 @@ from pulse_rl.weights.bits import Bits, differ
 from pulse_rl.weights.box_sets import BoxSet, cut_apart, joined
 from pulse_rl.weights.boxes import Box, Shape, whole
 from pulse_rl.weights.layout import Layout, TensorSpec, names_of, renamed
-from pulse_rl.weights.pieces import Mosaic, Piece, Pieces, pieces_of, place_view, touching
+from pulse_rl.weights.pieces import Mosaic, Piece, Pieces, pieces_like, pieces_of, place_view, touching
 
 MAX_NBYTES = 64 << 20  # of what one rank says that it holds, as JSON
 PRINT_NBYTES = 12  # of a fingerprint, which tells two of the same ranks apart
@@ -182,8 +182,7 @@ class Share:
             here = [(found.pop(name), copies) for name, copies in tensors if name in found]
             if here:
                 pieces = [one._replace(times=copies * one.times) for bits, copies in here for one in pieces_of(bits)]
-                tensor = here[0][0]
-                found[owner] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+                found[owner] = pieces_like(here[0][0], pieces)
         return Layout(sorted(found.items()), held.tied)
 
     def without(self, copies: Mapping[str, str]) -> "Share":
@@ -445,7 +444,7 @@ def _joined(tensor: Bits) -> Bits:
 def _pieces(tensor: Bits, pieces: list[Piece]) -> Bits:
     if len(pieces) == 1 and pieces[0].times == 1 and pieces[0].box == whole(tensor.shape):
         return pieces[0].bits
-    return Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+    return pieces_like(tensor, pieces)
 
 
 def _nothing(spec: TensorSpec) -> Bits:

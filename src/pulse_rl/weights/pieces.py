@@ -213,6 +213,11 @@ def pieces_of(tensor: Bits) -> tuple[Piece, ...]:
     return tensor.pieces if isinstance(tensor, Pieces) else (Piece(whole(tensor.shape), tensor),)
 
 
+def pieces_like(tensor: Bits, pieces: Sequence[Piece]) -> Pieces:
+    """A tensor of the same dtype and shape, of these pieces."""
+    return Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+
+
 def touching(tensor: Bits, box: Box) -> Sequence[Piece]:
     """The pieces of a tensor that hold an element of a box."""
     return tensor.touching(box) if isinstance(tensor, Pieces) else pieces_of(tensor)

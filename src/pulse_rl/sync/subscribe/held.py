@@ -27,7 +27,7 @@ from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole
 from pulse_rl.weights.layout import HasLayout, Layout
 from pulse_rl.weights.memory import LiveWeights
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_like, pieces_of
 
 ROUND_NBYTES = 32 << 20  # of strips that one rank receives at a time
 MAX_NBYTES = 64 << 20  # of what one rank says that it needs, as JSON
@@ -119,7 +119,7 @@ class HeldWeights:
             for piece in pieces_of(tensor):
                 times = pieces[piece.box].times if piece.box in pieces else 0
                 pieces[piece.box] = piece._replace(times=times + piece.times)
-            found[name] = _pieces_like(tensor, list(pieces.values()))
+            found[name] = pieces_like(tensor, list(pieces.values()))
         return Layout(found)
 
     def add(self, more: Halo) -> None:
@@ -144,12 +144,8 @@ def with_pieces(weights: Layout, more: Mapping[str, Iterable[Piece]]) -> Layout:
         return weights
     found: dict[str, Bits] = dict(weights)
     for name, pieces in more.items():
-        found[name] = _pieces_like(found[name], [*pieces_of(found[name]), *pieces])
+        found[name] = pieces_like(found[name], [*pieces_of(found[name]), *pieces])
     return Layout(found, weights.tied)
-
-
-def _pieces_like(tensor: Bits, pieces: list[Piece]) -> Pieces:
-    return Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
 
 
 def missing_strips(fetched: Fetched, weights: Layout) -> dict[str, list[Box]]:
