@@ -258,9 +258,7 @@ class Machine(Sites):
 
     def end(self) -> str:
         """Whatever has happened, a new publisher goes on by an anchor, and everybody can have its version."""
-        for trainer in self.trainers:
-            trainer.release()
-        self.turns.settle()
+        self.rest()
         disk = self.trainers[-1].wire.disk
         last = self.trainer(disk)
         self.trainers.append(last)

@@ -82,9 +82,7 @@ class Sites(Calls):
 
     def backup(self) -> str:
         """A copy of the store as it is, with which a publisher goes on; the old one may go on too."""
-        for trainer in self.trainers:
-            trainer.release()
-        self.turns.settle()
+        self.rest()
         disk = self.trainers[-1].wire.disk
         made = disk.copy(self.storage())
         self.disks = [*self.disks[-3:], made]
@@ -119,7 +117,7 @@ class Sites(Calls):
         self.plan_faults(self.random.choice((from_wire, to_wire)))
         parted = any(target.line.get(at, attempt) is not attempt for at, attempt in source.line.items())
         heads = {disk.head.history for disk in (source, target) if disk.head is not None}
-        parted |= len(heads) > 1  # of two runs, of which no number may be in both
+        parted |= len(heads) > 1  # of two runs, which may share no number
         hurt, before, ended = source.hurt or target.hurt, len(target.line), target.ended and target.head
         key: dict[str, Any] = {"public_key": keys()[1]} if self.signed else {}
         versions, within = dict(source.line), self.perhaps(from_wire, source)

@@ -110,11 +110,11 @@ class Relay:
             version = self._publisher.resume()
             if version is not None:
                 self._require_same_history(subscriber, version)
-            if version is not None and self._weights is None:
-                there = Subscriber(self._publisher.history.store, patience=0)
-                weights = there.allocate()
-                there.sync(weights, version=version)
-                self._weights = weights
+                if self._weights is None:
+                    there = Subscriber(self._publisher.history.store, patience=0)
+                    weights = there.allocate()
+                    there.sync(weights, version=version)
+                    self._weights = weights
         self._subscriber, self._follow = subscriber, wanted
         return self.state()
 
