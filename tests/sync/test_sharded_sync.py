@@ -511,7 +511,7 @@ def test_ranks_that_hold_other_tensors(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def tied(group: Any, rank: int, size: int, store: Path, how: str) -> str:
-    """The version ties `head` to `embed`; here they are tensors of their own, or one on the first rank alone."""
+    """The version ties `head` to `embed`; here are two tensors, or the first rank holds one under both names."""
     shape = (96, 32)
     if how == "one on one rank":
         both = torch.zeros(shape)

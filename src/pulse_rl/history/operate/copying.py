@@ -102,7 +102,7 @@ def copy_history(
     copy, first = _Copy(history.store, there), history.first()
     listed, newest = set(sequences), history.read(sequences[-1])
     _, held = copied.end()
-    if held is not None and held.history != newest.history:  # of which no name may be in both
+    if held is not None and held.history != newest.history:  # the two may share no name, so no name shows it
         raise _other_history(there, history.store, manifest_name(held.sequence))
     for done, sequence in enumerate(sorted(sequences, key=lambda sequence: (sequence < first, sequence))):
         if progress is not None:
@@ -118,7 +118,7 @@ def copy_history(
             raise
         if done == 0:
             begin_at(there, first)  # once that manifest is there; a target that was pruned further begins where it did
-    if held is None or held.sequence <= newest.sequence:  # a copy that was gone on with has an end of its own
+    if held is None or held.sequence <= newest.sequence:  # versions published to the copy have their own end
         copy.small(ending.END, ending.FORMAT.max_nbytes)
     return CopyReport(
         source=history.store.url,

@@ -271,6 +271,6 @@ class Sync:
             if alias in names and alias not in self.target.tied:
                 raise BaseMismatchError(
                     f"tensor {alias!r} is tied to {owner!r} in these weights, and version {self.target.version} of "
-                    f"{url} holds two tensors: expected memory of its own for each where several ranks or shards make "
-                    f"up the weights, or Publisher(…, tied={{{alias!r}: {owner!r}}}) on the trainer's side"
+                    f"{url} holds two tensors: where ranks or shards share the weights, expected two tensors here too, "
+                    f"or Publisher(…, tied={{{alias!r}: {owner!r}}}) on the trainer's side"
                 )
