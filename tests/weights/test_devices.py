@@ -133,11 +133,26 @@ def test_what_touches_a_device_leaves_the_captures_of_other_threads_alone(
     """On the library's stream and on the caller's, in any thread. The thread is then as it was, after a failure too."""
     driver = Driver()
     monkeypatch.setattr(captures, "_driver", lambda: driver)
+    monkeypatch.setitem(sys.modules, "pulse_rl.kernels.gpu", SimpleNamespace(coding=None))
     device = devices.Cuda(torch.device("cuda", 0))
     callers = CallersStream(torch.device("cpu"))
+    called: list[tuple[str, str]] = []
+
+    def note(name: str) -> Any:
+        return lambda *_, **__: called.append((name, driver.mode()))
+
+    monkeypatch.setattr(Stream, "synchronize", note("synchronize"))
+    monkeypatch.setattr(Stream, "wait_stream", note("wait_stream"))
+    monkeypatch.setattr(torch, "empty", note("empty"))
 
     def modes() -> list[str]:
         found = [driver.mode()]
+        device.wait()
+        device.follow()
+        for pinned in (False, True):
+            device.empty((1,), torch.int16, pinned=pinned)
+        with device.coder():
+            found.append(driver.mode())
         with device.own_stream():
             found.append(driver.mode())
             with callers():
@@ -149,9 +164,11 @@ def test_what_touches_a_device_leaves_the_captures_of_other_threads_alone(
             raise OSError
         return [*found, driver.mode()]
 
-    expected = ["global", *["relaxed"] * 4, "global"]
+    expected = ["global", *["relaxed"] * 5, "global"]
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(modes).result() == modes() == expected
+    calls = ["synchronize", "wait_stream", "empty", "empty", "wait_stream"]
+    assert called == [(name, "relaxed") for name in calls * 2]
 
 
 def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

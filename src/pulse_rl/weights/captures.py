@@ -1,8 +1,8 @@
 """CUDA graphs that other threads capture while weights are read and written.
 
-In CUDA's default mode, which is torch's too, no thread may take memory of a device while one captures a graph: the
-call fails, and the capture is void. A thread can say that what it calls has nothing to do with captures
-(cuThreadExchangeStreamCaptureMode). Most of what is done to weights takes memory.
+In CUDA's default mode, which is torch's too, no thread may take memory of a device, or wait for one of its streams,
+while one captures a graph: the call fails, and the capture is void. A thread can say that what it calls has nothing to
+do with captures (cuThreadExchangeStreamCaptureMode). Most of what is done to weights takes memory.
 """
 
 from collections.abc import Iterator

@@ -142,20 +142,22 @@ class Cuda:
         """New memory that this device's kernels reach: its own or, pinned, the host's, which they read over PCIe."""
         import torch
 
-        if pinned:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
         with self.own_stream():
+            if pinned:
+                return torch.empty(shape, dtype=dtype, pin_memory=True)
             return torch.empty(shape, dtype=dtype, device=self._device)
 
     def wait(self) -> None:
         """Wait until what is queued on the stream of this device's kernels is done."""
-        self._stream.synchronize()
+        with beside_captures():
+            self._stream.synchronize()
 
     def follow(self) -> None:
         """Have kernels wait for what the caller has queued. No host waits."""
         import torch
 
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with beside_captures():
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def spots_delta(
         self,
@@ -214,8 +216,8 @@ class Cuda:
 
         self._coding.stream = stream = self._coders.get()  # waits while all are at work
         try:
-            stream.wait_stream(self._stream)
             with self.own_stream():
+                stream.wait_stream(self._stream)
                 yield coding
         finally:
             del self._coding.stream
