@@ -181,7 +181,7 @@ def start_engine(directory: Path, on_cpu: dict[str, Any] | None) -> tuple[Any, A
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    options = on_cpu if current_platform.is_cpu() else None
+    options = on_cpu if current_platform.is_cpu() else {"gpu_memory_utilization": 0.1}  # several share a device
     engine = LLM(
         str(directory),
         enforce_eager=True,
