@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from pulse_rl.errors import one_line, require
 from pulse_rl.flow.model_name import check, smollm2_file, source_of
+from pulse_rl.flow.products import widen
 
 GGUF_BLOCK = 32  # weights that share a scale, both in Q4_1 and in Q8_0
 Q4_LEVELS = 15  # steps between a Q4_1 block's least and greatest value
@@ -55,6 +56,7 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.copy_(parameter.bfloat16().float())
+    widen(loaded.model)
     loaded.tokenizer.padding_side = "left"
     if loaded.tokenizer.pad_token_id is None:
         loaded.tokenizer.pad_token = loaded.tokenizer.eos_token
@@ -165,4 +167,5 @@ def build(files: dict[str, bytes]) -> Loaded:
         config = transformers.AutoConfig.from_pretrained(scratch)
         tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    widen(model)
     return Loaded(model.eval(), tokenizer)
