@@ -142,6 +142,35 @@ def test_shards_of_either_side_fit_together(ranks: Ranks, layout: str) -> None:
         assert all(report.validated for report in reports)
 
 
+def resharded(group: Any, rank: int, size: int) -> Any:
+    """Two senders cut their weights otherwise, and send the last version's number twice with other bits."""
+    channel = pulse.Channel(group, source=(0, 1), bucket_nbytes=BUCKET)
+    full, held = torch.arange(64.0).view(8, 8), {"w": torch.zeros(8, 8)}
+
+    def call(cut: int, version: int) -> str:
+        rows = full[:cut] if rank == 0 else full[cut:]
+        try:
+            if rank == 2:
+                return channel.receive(held).sent
+            return channel.send({"w": pulse.Shard(rows, shape=(8, 8), offset=(rank * cut, 0))}, version=version).sent
+        except ValueError as error:
+            return str(error)
+
+    sent = [call(4, 5)]
+    first = full.clone()
+    full += 1
+    sent += [call(2, 5), call(2, 5)]
+    kept = rank < 2 or torch.equal(held["w"], first)
+    sent += [call(2, 6)]
+    return sent, kept, rank < 2 or torch.equal(held["w"], full)
+
+
+def test_a_version_keeps_its_bits_where_senders_hold_other_pieces(ranks: Ranks) -> None:
+    for (first, *refused, last), kept, arrived in good(ranks(resharded, 3)):
+        assert (first, last, kept, arrived) == ("dense", "dense", True, True)
+        assert all("other bits" in error for error in refused)
+
+
 def stages(group: Any, rank: int, size: int, how: str) -> Any:
     """An engine of two ranks that hold other tensors each, whole but for one, as in pipeline parallelism."""
     channel = pulse.Channel(group, bucket_nbytes=BUCKET, validate_every=2)

@@ -119,11 +119,11 @@ class Exchange:
         def hello() -> tuple[Layout, Hello]:
             tensors = end.open(weights, version)
             moved = self._sides is None or fingerprint_of(tensors) != self._sides.plan.fingerprint
-            return tensors, Hello(end.role, version, end.held, moved, end.sends, settings)
+            return tensors, Hello(end.role, version, end.held, end.has_base, moved, end.sends, settings)
 
         tensors, said = self._ranks.do_and_share("the start of a send", hello, Hello)
-        version, base = _check(said, settings.source)
-        can_go_on = True
+        version, last = _check(said, settings.source)
+        can_go_on = all(one.has_base for one in said)
         if any(one.moved for one in said):
             self._sides = None
             packed = self._ranks.gather("describe what the ranks hold", partial(describe, tensors), MAX_NBYTES)
@@ -133,13 +133,14 @@ class Exchange:
                 return sides, end.agree(sides, sides.share(tensors))
 
             sides, going_on = self._ranks.do_and_share("the shares of the ranks", agree, bool)
-            self._sides, can_go_on = sides, all(going_on)
+            self._sides, can_go_on = sides, can_go_on and all(going_on)
         assert self._sides is not None  # agreed now, or before
         return Sending(
             version,
             said[settings.source[0]].sends,
             settings.observe,
-            base if can_go_on else None,
+            last,
+            last if can_go_on else None,
             tuple(one.held for one in said),
             self._sides,
             self._sides.share(tensors),
@@ -149,11 +150,11 @@ class Exchange:
         """Find the changes, and who needs what."""
         what = f"the changes of version {sending.version}"
         found = self._ranks.share(what, partial(end.find, sending, self._wire.bandwidth), Findings)
-        base, digest = sending.base, found[sending.sides.sources[0]].digest or ""
-        if base is not None and base.version == sending.version and base.digest != digest:
+        base, last, digest = sending.base, sending.last, found[sending.sides.sources[0]].digest or ""
+        if last is not None and last.version == sending.version and last.digest != digest:
             raise ValueError(
-                f"version: expected more than {base.version}, which was sent with other bits (digest {base.digest}), "
-                f"found {base.version} with digest {digest}; {_UNCHANGED}"
+                f"version: expected more than {last.version}, which was sent with other bits (digest {last.digest}), "
+                f"found {last.version} with digest {digest}; {_UNCHANGED}"
             )
         sparse, dense = list[int](), list[int]()
         for members in sending.sides.engines if not sending.observed else ():
@@ -210,7 +211,7 @@ class Exchange:
 
 
 def _check(said: Sequence[Hello], sources: Sequence[int]) -> tuple[int, State | None]:
-    """The version and the base, which follow from what all ranks say. Raises ExchangeError or ValueError on all."""
+    """The version, and what all senders sent last, as all ranks say. Raises ExchangeError or ValueError on all."""
     require_same("Channel", [msgspec.structs.asdict(one.settings) for one in said], _UNCHANGED)
     odd = [rank for rank, one in enumerate(said) if one.role != ("send" if rank in sources else "receive")]
     if odd:
@@ -223,14 +224,14 @@ def _check(said: Sequence[Hello], sources: Sequence[int]) -> tuple[int, State | 
     if len(set(versions.values())) > 1:
         found = ", ".join(f"{version} on rank {rank}" for rank, version in versions.items())
         raise ExchangeError(f"expected one version on all senders, found {found}", ranks=sources)
-    version, bases = versions[sources[0]], {said[rank].held for rank in sources}
+    version, states = versions[sources[0]], {said[rank].held for rank in sources}
     assert version is not None  # a sender has one
-    base = bases.pop() if len(bases) == 1 else None
-    if base is not None and version < base.version:
+    last = states.pop() if len(states) == 1 else None
+    if last is not None and version < last.version:
         raise ValueError(
-            f"version: expected at least {base.version}, which this channel sent before, found {version}; {_UNCHANGED}"
+            f"version: expected at least {last.version}, which this channel sent before, found {version}; {_UNCHANGED}"
         )
-    return version, base
+    return version, last
 
 
 def _digest_of(found: Sequence[Findings], held: State | None) -> str:

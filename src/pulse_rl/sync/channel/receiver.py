@@ -39,6 +39,7 @@ class ChannelReceiver:
 
     role: Role = "receive"
     sends = 0
+    has_base = True  # the senders' matter
     encoded = payload = None
 
     def __init__(self) -> None:

@@ -54,6 +54,7 @@ class ChannelSender:
         self._codec, self._cast, self._bandwidth = codec, cast, bandwidth
         self._collected, self._statistics = collected, statistics
         self.held: State | None = None  # what was sent last; None while the base is being written
+        self.has_base = False  # whether changes can be found against that
         self._base: Layout | None = None  # its bits; None where changes are collected instead
         self._pieces = b""  # the fingerprint of what this sender owns of it
         self._kept = Kept()
@@ -79,14 +80,14 @@ class ChannelSender:
     def agree(self, sides: ChannelSides, share: Share) -> bool:
         """Whether changes can be found against the base: not where this sender owns other pieces than before."""
         del sides
-        return self.held is None or self._pieces == fingerprint_of(share.own)
+        return not self.has_base or self._pieces == fingerprint_of(share.own)
 
     def find(self, sending: Sending, bandwidth: float | None) -> Findings:
         """Encode the changes since the base; without one, copy what this sender owns. A collective of the senders."""
         share = sending.share
         with self._ranks.collective() if self._ranks.size > 1 else nullcontext():
             if sending.base is None:
-                self.held = self._base = None  # its memory is needed
+                self.has_base, self._base = False, None  # its memory is needed
                 new = copy_whole(share, self._ranks, "host" if self._collected is None else None)
                 self._copy = new.copy
                 return Findings(new.digest)
@@ -100,7 +101,7 @@ class ChannelSender:
                 assert new.uncoded is not None  # there is a base
                 encoded = self.encoded = encoder.code(new.uncoded, speed)
             except IntegrityError:
-                self.held = None  # the base is not what the changes start from
+                self.has_base = False  # it is not what the changes start from
                 raise
         patch = unpack(encoded.patch.data)
         if self._statistics:
@@ -141,7 +142,7 @@ class ChannelSender:
             self.encoded.application.write()
         else:
             self._base = self._copy
-        self.held, self._pieces = sending.target, fingerprint_of(sending.share.own)
+        self.held, self._pieces, self.has_base = sending.target, fingerprint_of(sending.share.own), True
         self.sends += 1
 
     def check(self, version: int) -> None:

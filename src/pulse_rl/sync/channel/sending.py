@@ -25,7 +25,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
     role: Role
     version: int | None  # None for a receiver
-    held: State | None  # of a sender: the base of its changes; of a receiver: what its weights are known to hold
+    held: State | None  # of a sender: what it sent last; of a receiver: what its weights are known to hold
+    has_base: bool  # of a sender: whether it can find changes against that
     moved: bool  # whether it holds other parts than in the last call
     sends: int  # of a sender, calls that succeeded
     settings: ChannelSettings
@@ -49,7 +50,8 @@ class Sending(NamedTuple):
     version: int
     sends: int  # before this one
     observed: bool  # whether nothing is sent
-    base: State | None  # of the changes; None if a sender has none: then it sends all bits
+    last: State | None  # what all senders sent last
+    base: State | None  # the same as the base of the changes; None if a sender has none: then it sends all bits
     held: tuple[State | None, ...]  # by rank
     sides: ChannelSides
     share: Share  # what this rank holds
