@@ -182,3 +182,37 @@ def test_an_anchor_that_was_cut_off_is_got_past(tmp_path: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
     pulse.Publisher(tmp_path).publish(before, anchor=True)
     assert pulse.Subscriber(tmp_path).sync(before).version == 1
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+@pytest.mark.parametrize(("old", "new"), [(b'"name"', b'"nane"'), (b"[4,6]", b"[6,4]"), (b'"BF16"', b'"I16"')])
+def test_an_anchor_whose_header_names_other_tensors_is_got_past(
+    tmp_path: Path, versions: int, old: bytes, new: bytes
+) -> None:
+    """Its header can be read, and is not the one that was put. What is published is compared with the patch, if any."""
+    before = {"name": torch.zeros(4, 6).bfloat16()}
+    publisher = pulse.Publisher(tmp_path)
+    for _ in range(versions):
+        publisher.publish(before)
+    (file,) = tmp_path.glob("anchors/*/model.safetensors")
+    data = file.read_bytes()
+    assert old in data
+    file.write_bytes(data.replace(old, new.ljust(len(old))))
+    if versions == 2:
+        with pytest.raises(pulse.BaseMismatchError):
+            pulse.Publisher(tmp_path).publish({"other": before["name"]}, anchor=True)
+    pulse.Publisher(tmp_path).publish(before, anchor=True)
+    assert pulse.Subscriber(tmp_path).sync(before).version == versions
+
+
+def test_shares_of_an_anchor_whose_header_names_other_tensors(tmp_path: Path) -> None:
+    """The header is not taken for the history's: the anchor is damaged, and an older one leads to the version."""
+    publisher = pulse.Publisher(tmp_path, anchor_every=2)
+    for version in range(3):
+        publisher.publish({"name": torch.full((4, 6), float(version))})
+    *_, newest = sorted(tmp_path.glob("anchors/*/model.safetensors"))
+    newest.write_bytes(newest.read_bytes().replace(b'"name"', b'"nane"'))
+    halves = [pulse.Shard(torch.zeros(2, 6), shape=(4, 6), offset=(at, 0)) for at in (0, 2)]
+    report = pulse.Subscriber(tmp_path).sync({"name": halves})
+    assert (report.version, report.patches) == (2, 2)
+    assert all((half.tensor == 2).all() for half in halves)

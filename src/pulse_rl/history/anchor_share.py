@@ -4,9 +4,11 @@ Rows are read as they lie in the files. Where a box has short rows, as a range o
 read with them, since a request for each would take longer.
 
 Parts of a file cannot be compared with its hash. What was read is proved by the digest: that of all processes together.
+Headers are not: who finds other tensors in them than expected calls `prove_files` before saying so.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import fetch_patch
 from pulse_rl.history.reading import Reading
-from pulse_rl.log.objects import ObjectRef, limit_of
+from pulse_rl.log.objects import ObjectRef, fetch_parts, limit_of
 from pulse_rl.observers import LongWork
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
@@ -85,13 +87,22 @@ def _read_front(store: Store, file: ObjectRef, stop: int) -> memoryview:
         return memoryview(read_up_to(store, file.name, stop))[:stop]
 
 
-def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
+def prove_files(store: Store, anchor: Manifest) -> None:
+    """Read an anchor's files whole. Raises IntegrityError or StoreError unless they are those that it promises."""
+    for ref in anchor.anchor:
+        deque(fetch_parts(store, ref), maxlen=0)
+
+
+def tensors_of(history: History, manifest: Manifest, *, proved: bool = False) -> dict[str, TensorSpec]:
     """Names, dtypes and shapes of a version's tensors, tied names left out: from its anchor's headers, or its patch.
 
-    Raises IntegrityError, PatchFormatError or StoreError.
+    proved: read all of either, whose hashes prove them. Raises IntegrityError, PatchFormatError or StoreError.
     """
     try:
-        stored, _ = read_headers(history.store, history.read(manifest.anchor_sequence))
+        anchor = history.read(manifest.anchor_sequence)
+        stored, _ = read_headers(history.store, anchor)
+        if proved:
+            prove_files(history.store, anchor)
         return {name: one.spec for name, one in stored.items()}
     except (IntegrityError, StoreError):  # pruned, or damaged
         if manifest.patch is None:

@@ -25,7 +25,7 @@ from pulse_rl.errors import (
     VersionSkewError,
 )
 from pulse_rl.history.anchor import check_digest
-from pulse_rl.history.anchor_share import cut, read_headers, read_share
+from pulse_rl.history.anchor_share import cut, prove_files, read_headers, read_share
 from pulse_rl.history.follow import Landing, follow
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
@@ -181,7 +181,11 @@ def _load_share(
                 stored, nbytes = read_headers(history.store, anchor)
                 _check_tied(target, stored)
                 specs = {name: one.spec for name, one in stored.items()}
-                _check_tensors(target, specs, wanted)
+                try:
+                    _check_tensors(target, specs, wanted)
+                except BaseMismatchError:  # unless a header is damaged
+                    prove_files(history.store, anchor)
+                    raise
                 check_room(directory, wanted.pieces.held_nbytes)
                 found, more = read_share(history.store, stored, wanted.pieces, directory)
                 effort.nbytes += nbytes + more
