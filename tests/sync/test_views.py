@@ -361,6 +361,23 @@ def test_ranks_quantise_their_shares(ranks: Ranks, tmp_path: Path) -> None:
     assert all("whole blocks" in message for (message,) in found)
 
 
+def without_matrices(group: Any, rank: int, size: int, store: str) -> str:
+    rows = torch.ones(256, 140).bfloat16()[128 * rank :][:128]
+    publisher = pulse.Publisher(store, group=group, views=VIEWS)
+    try:
+        publisher.publish({"q_proj": pulse.Shard(rows, shape=(256, 140), offset=(128 * rank, 0))})
+    except ValueError as error:
+        return one_line(error)
+    return ""
+
+
+def test_ranks_that_have_nothing_to_quantise_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """As one process is: their view would be the weights as they are."""
+    for message in ranks(without_matrices, 2, str(tmp_path)):
+        assert "expected matrices to quantise" in message
+    assert pulse.Subscriber(tmp_path).latest() is None
+
+
 @pytest.mark.parametrize(
     ("views", "word"),
     [

@@ -24,6 +24,7 @@ from pulse_rl.sync.publish.intake import Given, Request
 from pulse_rl.sync.publish.line import Line
 from pulse_rl.sync.publish.position import Position
 from pulse_rl.sync.shares import Share, share_of
+from pulse_rl.weights.boxes import Shape
 from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.views.formats import ViewFormat
@@ -71,7 +72,7 @@ class ViewLine:
         """Quantise a version that the baseline holds, code it as the view's next, and move the view. A collective."""
         held, self._codes = self._codes, None
         fresh = held is None or held.source is not version.tensors
-        codes = held if held and not fresh else self._made(version.tensors)
+        codes = held if held and not fresh else self._made(version)
         before, anchored = version.start.head, version.manifest.anchor_sequence == version.manifest.sequence
         head = before.of(self.name) if before is not None else None
         token = blake3(f"{version.start.token} {self.name}".encode()).hexdigest(8)
@@ -84,17 +85,19 @@ class ViewLine:
         self._attempt = attempt, codes
         return InView(self._form, self._line.delivery, self._line.advance(attempt))
 
-    def _made(self, source: Layout) -> _Codes:
-        alone = self._ranks.size == 1
-        quantised = self._ranks.do("look at a view", lambda: Quantised(self._view, source, whole=alone))
-        return _Codes(quantised, source, share_of(self._ranks, quantised.layout))
+    def _made(self, version: Attempt) -> _Codes:
+        def make() -> Quantised:
+            ViewFormat(self._view).check_any(_shapes(version), version.plan.tied)
+            return Quantised(self._view, version.tensors, whole=self._ranks.size == 1)
+
+        quantised = self._ranks.do("look at a view", make)
+        return _Codes(quantised, version.tensors, share_of(self._ranks, quantised.layout))
 
     def _files(self, version: Attempt) -> Mapping[str, bytes]:
         """The small files of an anchor: the version's, with a config.json that says how the weights are quantised."""
         if CONFIG not in version.assets:
             return version.assets
-        shapes = {name: spec.shape for name, spec in version.plan.tensors.items()}
-        form = ViewFormat(self._view).config(shapes, version.plan.tied)
+        form = ViewFormat(self._view).config(_shapes(version), version.plan.tied)
         config = read_config(version.assets[CONFIG], f"assets: {CONFIG}") | {"quantization_config": form}
         return {**version.assets, CONFIG: json.dumps(config, indent=2).encode()}
 
@@ -105,6 +108,10 @@ class ViewLine:
         (attempt, codes), self._attempt = self._attempt, None
         if self._line.settle(attempt):
             self._codes = codes
+
+
+def _shapes(version: Attempt) -> dict[str, Shape]:
+    return {name: spec.shape for name, spec in version.plan.tensors.items()}
 
 
 def _follow(codes: _Codes, version: Attempt, start: VersionStart, *, fresh: bool) -> list[SectionChanges] | None:

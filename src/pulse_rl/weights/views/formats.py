@@ -61,6 +61,11 @@ class ViewFormat:
         stacked = len(shape) == 3 and "experts" in parts
         return prod(shape) > 0 and (stacked or (len(shape) == 2 and parts[-1] == "weight"))
 
+    def check_any(self, shapes: Mapping[str, Shape], tied: Mapping[str, str]) -> None:
+        """Raise ValueError unless some tensors of a whole model are quantised."""
+        if not self.quantised(shapes, tied):
+            raise ValueError(f"expected matrices to quantise, named ….weight, found none in {len(shapes)} tensors")
+
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raise ValueError unless whole tensors of these shapes, by name, can be cut into blocks."""
         for name in sorted(self.quantised(shapes, {})):

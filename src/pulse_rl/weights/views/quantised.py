@@ -149,8 +149,8 @@ class Quantised(Mapping[str, Bits]):
                 self._add(name, source[name], families)
             except ValueError as error:
                 raise ValueError(f"tensor {name!r}: {error}") from None
-        if whole and not self._parts:
-            raise ValueError(f"expected matrices to quantise, named ….weight, found none in {len(source)} tensors")
+        if whole:
+            self._form.check_any(self._shapes, source.tied)
         self._scales = Scales(self._form, [share for part in self._parts for share in part.by_family])
         self._marks = np.zeros(len(self._scales.numbers), np.uint8)
         self._stacks = np.array([part.stack for part in self._parts], np.int64).reshape(-1, len(_STACK))
