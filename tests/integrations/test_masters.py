@@ -143,11 +143,12 @@ def test_a_channel_keeps_no_baseline_and_finds_what_was_not_collected(ranks: Ran
 
 
 class OfMegatron:
-    """What is read of Float16OptimizerWithFloat16Params."""
+    """What is read of Float16OptimizerWithFloat16Params. wide: an FP32 weight, which it updates in place."""
 
-    def __init__(self, weights: list[torch.Tensor]) -> None:
+    def __init__(self, weights: list[torch.Tensor], wide: torch.Tensor) -> None:
         self.float16_groups = [weights]
         self.fp32_from_float16_groups = [[weight.float() for weight in weights]]
+        self.fp32_from_fp32_groups = [[wide]]
 
     def _get_model_and_main_params_data_float16(self) -> Any:
         return self.float16_groups[0], self.fp32_from_float16_groups[0]
@@ -163,6 +164,8 @@ class OfMegatron:
     def step(self) -> None:
         for master in self.masters:
             master += 0.01
+        for wide in self.fp32_from_fp32_groups[0]:
+            wide.view(-1)[::3] += 0.01
         self._copy_main_params_to_model_params()
 
 
@@ -172,13 +175,13 @@ class Range:
 
 
 class OfMegatronDistributed(OfMegatron):
-    """What is read of DistributedOptimizer: masters of the first half of each parameter."""
+    """What is read of DistributedOptimizer: masters of the first half of each parameter, and halves of FP32 ones."""
 
-    def __init__(self, weights: list[torch.Tensor]) -> None:
+    def __init__(self, weights: list[torch.Tensor], wide: torch.Tensor) -> None:
         self.model_float16_groups = [weights]
         self.shard_fp32_from_float16_groups = [[w.view(-1)[: w.numel() // 2].float() for w in weights]]
-        self.model_fp32_groups: list[Any] = []
-        self.shard_fp32_groups: list[Any] = []
+        self.model_fp32_groups = [[wide]]
+        self.shard_fp32_groups = self.fp32_from_fp32_groups = [[wide.view(-1)[: wide.numel() // 2]]]
 
     def _get_model_param_range_map(self, weight: torch.Tensor) -> dict[str, Range]:
         return {"param": Range(0, weight.numel() // 2)}
@@ -190,6 +193,21 @@ class OfMegatronDistributed(OfMegatron):
     @property
     def masters(self) -> list[torch.Tensor]:
         return self.shard_fp32_from_float16_groups[0]
+
+
+class OfFusedAdam(OfMegatronDistributed):
+    """DistributedOptimizer with use_precision_aware_optimizer: FusedAdam holds the masters and writes the weights."""
+
+    def __init__(self, weights: list[torch.Tensor], wide: torch.Tensor) -> None:
+        super().__init__(weights, wide)
+        self.shard_fp32_from_float16_groups: Any = [[None for _ in weights]]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        return
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return [weight.view(-1)[: weight.numel() // 2] for weight in self.model_float16_groups[0]]
 
 
 class OfDeepSpeed(OfMegatron):
@@ -217,22 +235,26 @@ class OfDeepSpeed(OfMegatron):
 def followed(group: Any, rank: int, size: int, kind: str) -> list[int]:
     """The real ones are heavy to install: these have what is read of them."""
     buffer = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    weights = {"a": buffer[:600].view(30, 20), "b": buffer[600:]}
-    kinds: dict[str, Any] = {"megatron": OfMegatron, "distributed": OfMegatronDistributed}
-    listed = list(weights.values())
-    optimizer = OfDeepSpeed(listed, buffer, group) if kind == "deepspeed" else kinds[kind](listed)
+    listed, wide = [buffer[:600].view(30, 20), buffer[600:]], torch.zeros(40, 15)
+    weights = {"a": listed[0], "b": listed[1], "wide": wide}
+    kinds: dict[str, Any] = {"megatron": OfMegatron, "distributed": OfMegatronDistributed, "fused": OfFusedAdam}
+    optimizer = OfDeepSpeed(listed, buffer, group) if kind == "deepspeed" else kinds[kind](listed, wide)
     collected = MasterChanges(weights)
     collected.follow(optimizer)
     baseline = {name: tensor.clone() for name, tensor in weights.items()}
     for _ in range(2):
         optimizer.step()
-    made = patch(collected.before(layout(weights)), weights, "gap")
-    assert made == patch(layout(baseline), weights, "gap")
+        made = patch(collected.before(layout(weights)), weights, "gap")
+        assert made == patch(layout(baseline), weights, "gap")
     return [tensor.changes for tensor in pulse.inspect(made).tensors]
 
 
-@pytest.mark.parametrize(("kind", "least"), [("megatron", 250), ("distributed", 120), ("deepspeed", 250)])
-def test_optimizers_that_are_known_are_followed(ranks: Ranks, kind: str, least: int) -> None:
-    ((first, second),) = good(ranks(followed, 1, kind))
+@pytest.mark.parametrize(
+    ("kind", "least", "wide"),
+    [("megatron", 250, 200), ("distributed", 120, 100), ("fused", 120, 100), ("deepspeed", 250, 0)],
+)
+def test_optimizers_that_are_known_are_followed(ranks: Ranks, kind: str, least: int, wide: int) -> None:
+    ((first, second, third),) = good(ranks(followed, 1, kind))
     assert first > least
     assert second > least
+    assert third == wide

@@ -9,6 +9,9 @@ still hold their old bits then: what the cast is about to change is compared as 
 payload of a NaN count. Of an element that changes several times the first old bits stay, so changes are those since the
 last send, whatever the number of optimizer steps in between. Kept are 4 bytes and the old element for each.
 
+Megatron's optimizers update some weights in place: FP32 ones, and all where FusedAdam holds the masters. Of these
+`follow` keeps a copy to compare with.
+
 Something else that writes to the weights is not seen here. `Channel` finds it all the same, as it counts the digest of
 the old bits at each send, and then sends all bits.
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -39,7 +43,8 @@ from pulse_rl.weights.segments import segments
 if TYPE_CHECKING:
     import torch
 
-Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # a weight, and the master that is cast into it
+# A weight, and the master that is cast into it: None, or the same memory, where it is updated in place.
+Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 
 
 class _Region:
@@ -48,10 +53,23 @@ class _Region:
     def __init__(self, name: str, shape: Shape, box: Box, bits: Bits) -> None:
         self.name, self.shape, self.box = name, shape, box
         self.device, self.start, self.stop = bits.extent
-        self.itemsize = bits.itemsize
+        self.itemsize, self._bits = bits.itemsize, bits
+        self.copy: UIntArray | None = None  # of what no cast writes to
         self.clear()
 
+    def keep(self) -> None:
+        """Keep a copy, as this memory is updated in place."""
+        self.copy = self._bits.read(0, self._bits.size).copy()
+
+    def look(self) -> None:
+        """Find what was updated in place."""
+        if self.copy is not None:
+            indices = np.flatnonzero(self._bits.read(0, self._bits.size) != self.copy).astype(np.uint32)
+            self.add(indices, self.copy[indices])
+
     def clear(self) -> None:
+        if self.copy is not None:
+            self.keep()
         self.old = Changes(np.empty(0, np.uint32), np.empty(0, UINTS[self.itemsize]))
 
     def add(self, indices: NDArray[np.uint32], values: UIntArray) -> None:
@@ -102,7 +120,9 @@ class MasterChanges:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that are kept."""
-        return sum(r.old.indices.nbytes + r.old.values.nbytes for found in self._regions.values() for r in found)
+        regions = [region for found in self._regions.values() for region in found]
+        copies = sum(region.copy.nbytes for region in regions if region.copy is not None)
+        return copies + sum(region.old.indices.nbytes + region.old.values.nbytes for region in regions)
 
     def before_cast(self, weight: torch.Tensor, master: torch.Tensor) -> None:
         """Collect what a cast is about to change. Call it right before `weight.copy_(master)`.
@@ -122,8 +142,7 @@ class MasterChanges:
                 f"{weight.numel()} with strides {weight.stride()}"
             )
         weight, master = weight.view(-1), master.reshape(-1)
-        device = "host" if weight.device.type == "cpu" else str(weight.device)
-        regions = self._regions.get(device, [])
+        regions = self._regions.get(_device(weight), [])
         starts = [region.start for region in regions]
         itemsize = weight.element_size()
         for start, stop in segments(weight.numel()):
@@ -139,7 +158,7 @@ class MasterChanges:
                     region.add((indices[first:last] - shift).astype(np.uint32), values[first:last])
 
     def follow(self, optimizer: Any) -> None:
-        """Call `before_cast` before each cast of an optimizer that is known.
+        """Call `before_cast` before each cast of an optimizer that is known; keep a copy of what it updates in place.
 
         Args:
             optimizer: DeepSpeed's `BF16_Optimizer`, or Megatron-core's `Float16OptimizerWithFloat16Params` or
@@ -161,11 +180,18 @@ class MasterChanges:
 
     def _wrap(self, optimizer: Any, name: str, pairs: Callable[[Any], Iterator[Pair]]) -> None:
         method = getattr(optimizer, name)
+        for weight, master in pairs(optimizer):
+            if master is None or master.data_ptr() == weight.data_ptr():
+                start, stop = weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.element_size()
+                for region in self._regions.get(_device(weight), []):
+                    if region.start < stop and start < region.stop:
+                        region.keep()
 
         @wraps(method)
         def cast(*arguments: Any, **options: Any) -> Any:
             for weight, master in pairs(optimizer):
-                self.before_cast(weight, master)
+                if master is not None:
+                    self.before_cast(weight, master)
             return method(*arguments, **options)
 
         setattr(optimizer, name, cast)
@@ -180,8 +206,10 @@ class MasterChanges:
             Name → its old bits: a view of the weights, which must not change while it is in use.
         """
         by_name: dict[str, list[_Region]] = {}
-        for region in (region for found in self._regions.values() for region in found if len(region.old.indices)):
-            by_name.setdefault(region.name, []).append(region)
+        for region in (region for found in self._regions.values() for region in found):
+            region.look()
+            if len(region.old.indices):
+                by_name.setdefault(region.name, []).append(region)
         return {name: laid_over(tensor, _by_tile(tensor, by_name.get(name, []))) for name, tensor in own.items()}
 
     def clear(self) -> None:
@@ -189,6 +217,11 @@ class MasterChanges:
         for regions in self._regions.values():
             for region in regions:
                 region.clear()
+
+
+def _device(tensor: torch.Tensor) -> str:
+    """As `Bits.extent` calls it."""
+    return "host" if tensor.device.type == "cpu" else str(tensor.device)
 
 
 def _by_tile(tensor: Bits, regions: Iterable[_Region]) -> dict[Box, Changes]:
@@ -249,6 +282,8 @@ def _deepspeed(optimizer: Any) -> Iterator[Pair]:
 def _megatron(optimizer: Any) -> Iterator[Pair]:
     """Of Megatron-core's Float16OptimizerWithFloat16Params: whole parameters."""
     yield from zip(*optimizer._get_model_and_main_params_data_float16(), strict=True)
+    for weight in chain.from_iterable(optimizer.fp32_from_fp32_groups):
+        yield weight, None
 
 
 def _megatron_distributed(optimizer: Any) -> Iterator[Pair]:
