@@ -23,6 +23,7 @@ from pulse_rl.history.operate.status import status
 from pulse_rl.patch.overlay import PatchSection
 from pulse_rl.patch.scan import Scan
 from pulse_rl.patch.since import Known
+from pulse_rl.sync.publish.position import Position
 from pulse_rl.units import nbytes
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Found
@@ -359,6 +360,38 @@ def test_ranks_quantise_their_shares(ranks: Ranks, tmp_path: Path) -> None:
     assert pulse.verify(store).problems == ()
     found = ranks(sharded, 2, str(tmp_path / "cut"), 100)
     assert all("whole blocks" in message for (message,) in found)
+
+
+def resharded(group: Any, rank: int, size: int, store: str) -> None:
+    """Publish four versions, each rank the other rows of two of them. Rebuilt is what was sharded otherwise, once."""
+    policy, rebuilt = Policy(), list[Any]()
+    rebuild = Position._take_up
+
+    def counted(position: Position, *args: Any) -> None:
+        rebuilt.append(position)
+        rebuild(position, *args)
+
+    with pulse.Publisher(store, group=group, views=VIEWS) as publisher, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Position, "_take_up", counted)
+        for number in range(4):
+            policy.step()
+            begin, end = ((0, 128), (128, 260))[rank if number < 2 else 1 - rank]
+            rows = policy.weights["q_proj.weight"][begin:end]
+            mine = policy.weights | {"q_proj.weight": pulse.Shard(rows, shape=(260, 140), offset=(begin, 0))}
+            publisher.publish(mine)
+    assert len(rebuilt) == 1 + len(VIEWS)
+
+
+def test_ranks_that_change_places_go_on_with_their_views(ranks: Ranks, tmp_path: Path) -> None:
+    """The views are those of one process, which are compared with the codes and scales of the whole weights."""
+    assert ranks(resharded, 2, str(tmp_path)) == [None, None]
+    policy = Policy()
+    held = None
+    for _ in range(4):
+        policy.step()
+        held = policy.views(held)
+    assert held is not None
+    assert all(same(pull(str(tmp_path), name), held[name]) for name in VIEWS)
 
 
 def without_matrices(group: Any, rank: int, size: int, store: str) -> str:

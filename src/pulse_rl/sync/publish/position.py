@@ -60,12 +60,12 @@ class Position:
         it ends; False where one process that has a baseline is to find that out later. A collective.
         """
         ranks = self._ranks
-        if self.baseline is not None and share is not None:
-            if self.baseline.plan.fingerprint != share.plan.fingerprint:
-                self.baseline = None  # the weights are sharded otherwise than before
-            elif self.kept_on != "host" and ranks.size == 1:  # after `resume`, which knows no weights
-                own = share.called(self.baseline.plan.all_names, self.baseline.manifest.tied).own
-                self.baseline = self.baseline.near(own, self.kept_on)
+        if share is not None:
+            self._fit(share)
+        if self.baseline is not None and share is not None and self.kept_on != "host" and ranks.size == 1:
+            # After `resume`, which knows no weights.
+            own = share.called(self.baseline.plan.all_names, self.baseline.manifest.tied).own
+            self.baseline = self.baseline.near(own, self.kept_on)
         if not look and self.baseline is not None and ranks.size == 1:
             before = self.baseline.manifest
             self._check_room(before.sequence + 1)
@@ -92,6 +92,7 @@ class Position:
         collective.
         """
         head = start.head
+        self._fit(share)
 
         def look() -> tuple[None, bool]:
             held = self.baseline.manifest if self.baseline is not None else None
@@ -105,6 +106,11 @@ class Position:
             if head is not None and not skip_rebuild:
                 self._take_up(head, share)
         return start._replace(base=self.baseline)
+
+    def _fit(self, share: Share) -> None:
+        """Give up a baseline of weights that were sharded otherwise."""
+        if self.baseline is not None and self.baseline.plan.fingerprint != share.plan.fingerprint:
+            self.baseline = None
 
     def _take_up(self, head: Manifest, share: Share | None) -> None:
         """Rebuild the newest version, or this rank's share of it, as the baseline. A collective."""
