@@ -208,6 +208,21 @@ def test_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen.versions, seen.oldest, seen.newest, seen.problems) == (2, 12, 14, ())
 
 
+def test_versions_that_are_pruned_while_they_are_read_are_not_described(store: Store) -> None:
+    run = Run(store, anchor_every=4)
+    run.publish(10)
+
+    class Overtaken(History):
+        def sequences(self) -> list[int]:
+            found = super().sequences()
+            delete_planned(self, Retention(retain=1, grace=0).plan(History(store), leftovers=True))
+            return found
+
+    info = store_info(Overtaken(store))
+    assert [version.sequence for version in info.versions] == History(store).sequences() == [8, 9]
+    assert info.problems == ()
+
+
 def test_status_compared_with_all_manifests(store: Store) -> None:
     run = Run(store, anchor_every=20)
     run.publish(70)

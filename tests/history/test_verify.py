@@ -1,6 +1,7 @@
 """verify: a fault anywhere in a history is found and named, and does not hide what is good."""
 
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, manifest_name
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.operate.verify import VerifyReport, verify
 from pulse_rl.log.sealed import seal
 from pulse_rl.store.opening import open_store
@@ -89,6 +91,40 @@ def test_a_pruned_history_is_sound(tmp_path: Path) -> None:
     report = verify(tmp_path / "store")
     assert report.ok
     assert report.good_versions == (15, 20, 25, 30)
+
+
+def prune(path: Path) -> None:
+    history = History(path)
+    delete_planned(history, Retention(retain=1, grace=0).plan(history, leftovers=True))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("at", [1, 4])
+def test_what_is_pruned_meanwhile_is_left_out(tmp_path: Path, at: int, damaged: bool) -> None:
+    """Pruned before step `at` of a walk, in the weights or in a view: as if it had been pruned before, faults too."""
+    weights = {"w.weight": torch.randn(64, 128).bfloat16()}
+    with pulse.Publisher(tmp_path, anchor_every=3, views={"fp8": pulse.Fp8()}) as publisher:
+        for version in range(8):
+            weights["w.weight"][version] += 1
+            publisher.publish(weights, version=version)
+    for sequence in (2, 7) if damaged else ():
+        flip(patch_file(tmp_path, sequence))
+    for view in ("", "of view fp8"):
+        store = tmp_path.parent / f"{tmp_path.name}-{len(view)}"
+        shutil.copytree(tmp_path, store)
+
+        def look(done: int, total: int, what: str, store: Path = store, view: str = view) -> None:
+            if done == at and what.endswith(view):
+                prune(store)
+
+        found, expected = verify(store, progress=look), verify(store)
+        assert msgspec.structs.replace(found, nbytes=0) == msgspec.structs.replace(expected, nbytes=0)
+        assert found.ok is not damaged
+
+
+def test_a_store_that_is_deleted_meanwhile_is_not_sound(path: Path) -> None:
+    report = verify(path, progress=lambda done, total, what: shutil.rmtree(path) if done == 2 else None)
+    assert not report.ok
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])

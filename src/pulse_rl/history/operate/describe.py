@@ -5,7 +5,7 @@ A patch describes itself (`patch.verbs.inspect`). Nothing is proved here beyond 
 
 import msgspec
 
-from pulse_rl.errors import IntegrityError, one_line
+from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, Scalar, ViewInfo
 from pulse_rl.history.versions import some_sequences
@@ -72,14 +72,14 @@ def store_info(history: History) -> StoreInfo:
     Raises VersionNotFoundError for an empty one, IntegrityError where no manifest can be read, and VersionSkewError.
     """
     manifests: list[Manifest] = []
-    damaged: list[IntegrityError] = []
+    lost: list[PulseError] = []
     for sequence in some_sequences(history):
         try:
             manifests.append(history.read(sequence))
-        except IntegrityError as error:
-            damaged.append(error)
+        except (IntegrityError, VersionNotFoundError) as error:
+            lost.append(error)
     if not manifests:
-        raise damaged[-1]
+        raise lost[-1]
     newest = manifests[-1]
     return StoreInfo(
         url=history.store.url,
@@ -90,7 +90,7 @@ def store_info(history: History) -> StoreInfo:
         history=newest.history,
         signed=history.is_signed(newest.sequence),
         views=newest.view_infos,
-        problems=tuple(map(one_line, damaged)),
+        problems=tuple(one_line(error) for error in lost if isinstance(error, IntegrityError)),  # others were pruned
     )
 
 

@@ -75,7 +75,8 @@ def verify(
     Of a patch: its hash, header and index, and every block, decoded with all indices in range. With codec "context"
     blocks can be decoded only if the base is given as `deep`. Of a checkpoint: its layout; and its digest is counted.
     Of a store: every manifest, every object's size and hash, every patch applied to a copy, every anchor. That needs
-    room for two models in the directory for temporary files; memory holds one patch.
+    room for two models in the directory for temporary files; memory holds one patch. Versions that are pruned meanwhile
+    are left out.
 
     Args:
         target: A path, the URL of a store, or an open Store.
@@ -151,7 +152,7 @@ def _verify_history(
         ok=not found.problems,
         kind="store",
         target=history.store.url,
-        problems=tuple(found.problems),
+        problems=tuple(problem for _, problem in found.problems),
         nbytes=found.effort.nbytes,
         digest=good[-1].digest if good else None,
         good_versions=tuple(manifest.version for manifest in good),

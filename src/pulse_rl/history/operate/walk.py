@@ -58,7 +58,7 @@ class Walk:
     """The walk through one history, and what it finds."""
 
     def __init__(self, history: History, sequences: list[int], scratch: Path, weights: Layout | None) -> None:
-        self.problems: list[str] = []
+        self.problems: list[tuple[int | None, str]] = []  # each with the sequence number of the version that has it
         self.visited: dict[int, Manifest] = {}  # versions, by sequence number
         self.bad: set[int] = set()  # of these, those that a new subscriber cannot load
         self.past_fault: set[int] = set()  # and those of the others that are reached past a fault
@@ -66,7 +66,7 @@ class Walk:
         self.effort = Effort()
         self.weights_version: int | None = None  # the version that the given weights hold
         self.views: set[str] = set()  # names of all views of its versions
-        self._history = history
+        self._history, self._sequences = history, sequences
         self._scratch = scratch
         self._weights = weights
         self._weights_digest = digests.to_hex(digests.state_digest(weights)) if weights is not None else None
@@ -85,7 +85,7 @@ class Walk:
         last = next(reversed(self.visited.values()), None)
         # Before the first number there may be gaps between anchors that are kept permanently.
         if before is not None and sequence != before + 1 and sequence > self._first:
-            self.problems.append(f"manifests {before + 1} to {sequence - 1} are missing")
+            self.problems.append((sequence, f"manifests {before + 1} to {sequence - 1} are missing"))
         try:
             manifest = self._history.read(sequence)
             if last is not None:
@@ -93,7 +93,7 @@ class Walk:
         except FAULTS as error:
             if self._history.view is not None and isinstance(error, VersionNotFoundError):
                 return  # the version does not have the view
-            self.problems.append(one_line(error))
+            self.problems.append((sequence, one_line(error)))
             self._unreadable.add(sequence)
             return
         self._named.update(ref.name for ref in manifest.refs)
@@ -128,6 +128,16 @@ class Walk:
                 name for name in listed if name not in self._named and object_sequence(name) not in self._unreadable
             )
 
+    def leave_out_pruned(self) -> None:
+        """Forget the versions that were pruned meanwhile: a manifest goes before the objects that it names."""
+        with suppress(IntegrityError):
+            first = self._history.first()
+            gone = {sequence for sequence in self._sequences if sequence < first} - set(self._history.sequences())
+            self.problems = [(of, problem) for of, problem in self.problems if of not in gone]
+            self.visited = {sequence: one for sequence, one in self.visited.items() if sequence not in gone}
+            self.bad -= gone
+            self.past_fault -= gone
+
     # Before the walk
 
     def _check_first(self, sequences: list[int]) -> int:
@@ -135,15 +145,16 @@ class Walk:
         try:
             first = self._history.first()
         except IntegrityError as error:
-            self.problems.append(one_line(error))
+            self.problems.append((None, one_line(error)))
             return 0
         if first <= sequences[-1]:
             return first
-        self.problems.append(
+        beyond = (
             f"{FIRST} says that the history begins with {manifest_name(first)}, beyond its newest one, "
             f"{manifest_name(sequences[-1])}: nobody can publish, and where it cannot be listed nobody can read it; "
             f"delete {FIRST}, or continue with publish(…, anchor=True)"
         )
+        self.problems.append((None, beyond))
         return 0
 
     def _read_trails(self, sequences: list[int]) -> dict[int, dict[str, PatchLink]]:
@@ -198,7 +209,7 @@ class Walk:
                 copy.held = manifest
         except FAULTS as error:
             self._faulty.add(link.ref.name)
-            self.problems.append(f"{what}: {one_line(error)}")
+            self.problems.append((manifest.sequence, f"{what}: {one_line(error)}"))
 
     def _restore(self, manifest: Manifest) -> None:
         """Bring the copy to a version that its own patch does not give, if others lead there from a good version.
@@ -266,7 +277,7 @@ class Walk:
     # Findings
 
     def _report(self, manifest: Manifest, problem: str) -> None:
-        self.problems.append(f"version {manifest.version}: {problem}")
+        self.problems.append((manifest.sequence, f"version {manifest.version}: {problem}"))
 
     def _check_place(self, manifest: Manifest, last: Manifest | None) -> None:
         """Report what a manifest says that contradicts the last one that could be read."""
@@ -291,7 +302,8 @@ class Walk:
             self.weights_version = self._copy.held.version
             return
         version = f"version {self._copy.held.version}, the last sound one," if self._copy else "any version"
-        self.problems.append(f"the weights given hold no version; from {version} they differ in {differences}")
+        problem = f"the weights given hold no version; from {version} they differ in {differences}"
+        self.problems.append((None, problem))
 
     def _differences(self) -> str:
         """In which tensors the given weights differ from the copy, and in how many elements; "" for none."""
@@ -324,9 +336,11 @@ def walk(history: History, progress: Callable[[int, int, str], None], weights: L
     for view in sorted(found.views):
         of_view = _walk(history.of(view), sequences, progress, None)
         known = set(found.problems)  # what is wrong with a manifest is found in each walk
-        found.problems += [f"view {view!r}: {problem}" for problem in of_view.problems if problem not in known]
+        of_this = [(of, f"view {view!r}: {text}") for of, text in of_view.problems if (of, text) not in known]
+        found.problems += of_this
         found.effort.nbytes += of_view.effort.nbytes
         found.leftovers = tuple(name for name in found.leftovers if name in of_view.leftovers)
+    found.leave_out_pruned()
     return found
 
 
