@@ -1,5 +1,6 @@
 """What is exported is what reports say, under the names and labels of the documentation, each number once."""
 
+import shutil
 import threading
 import time
 import urllib.request
@@ -220,6 +221,20 @@ def test_lags_follow_what_is_read_of_a_history(tmp_path: Path) -> None:
     for version in (400, 2, 30, 31):
         meter.measure(history, history.find(version))
     assert [lag(version) for version in (30, 31, 2, 400)] == [2, 1, 3, 0]
+
+
+def test_a_run_that_is_begun_anew_is_counted_anew(tmp_path: Path, registry: Any, exporter: watch.Exporter) -> None:
+    """Against the sequence numbers of the second run, which has fewer versions than the first, of the same numbers."""
+    for versions in (6, 3):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        publisher = Publisher(tmp_path / "run")
+        for version in range(versions):
+            publisher.publish(weights(version + versions), version=version)
+        subscriber = Subscriber(tmp_path / "run")
+        subscriber.sync(subscriber.allocate())
+        assert total(registry, "pulse_version", worker="subscriber") == versions - 1
+        assert total(registry, "pulse_lag_versions", worker="subscriber") == 0
+        assert total(registry, "pulse_lag_seconds", worker="subscriber") == 0
 
 
 def test_opentelemetry_gets_the_same(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ class Measurement(NamedTuple):
 class _Version(NamedTuple):
     """A version of a run, as its manifest says."""
 
+    history: str | None
     sequence: int
     created: float
     codec: str | None
@@ -202,10 +203,15 @@ class Meter:
         """Note a version that was read, and say how far it leaves everybody behind who follows its run."""
         version, sequence = getattr(manifest, "version", None), getattr(manifest, "sequence", None)
         known = self._versions.setdefault(run, {})
-        if version is None or sequence is None or version in known:
+        if version is None or sequence is None:
             return
-        patch = getattr(manifest, "patch", None)
-        known[version] = _Version(sequence, getattr(manifest, "created", 0.0), patch.codec if patch else None)
+        history, patch = getattr(manifest, "history", None), getattr(manifest, "patch", None)
+        if any(one.history != history for one in list(known.values())[-1:]):  # it was begun anew, from version 0
+            known.clear()
+            self._held = {labels: held for labels, held in self._held.items() if labels.run != run}
+        if version in known:
+            return
+        known[version] = _Version(history, sequence, getattr(manifest, "created", 0.0), patch.codec if patch else None)
         if len(known) > 1 and sequence < max(one.sequence for one in list(known.values())[-2:]):  # an older one
             known = self._versions[run] = dict(sorted(known.items(), key=lambda item: item[1].sequence))
         while len(known) > REMEMBERED:
