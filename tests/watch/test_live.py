@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -213,6 +214,30 @@ def test_a_store_shows_the_views_of_its_newest_version_with_their_bytes(tmp_path
         assert ">rows<" in shown
         assert escape(view.form) in shown
         assert re.search(rf">{re.escape(nbytes(64 * 256 + 64 * 4))}</td>.*>{re.escape(size)}</td>", shown, re.S)
+
+
+def test_a_version_that_comes_between_two_looks_at_a_store_ends_its_alarms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the status: a store whose versions were late, without an anchor for long, and had ended."""
+    publisher = pulse.Publisher(tmp_path, anchor_every=100)
+    for version in range(12):
+        publisher.publish({"w": torch.full((64,), float(version))}, version=version, anchor=version < 3)
+        os.utime(tmp_path / "manifests" / f"{version:012d}.json", (1e9 + version,) * 2)
+    stored = StoreSource(str(tmp_path))
+    stored.look()
+    assert [alarm.name for alarm in stored.glance().lines[0].alarms] == ["no-version", "anchors"]
+    publisher.end()
+    monkeypatch.setattr(live, "PACE", 1e9)
+    stored._all._due = 0.0
+    stored.look()  # it has cost so much that it is not made again
+    assert stored.glance().details.ended
+    publisher.publish({"w": torch.zeros(64)}, version=12, anchor=True)
+    stored.look()
+    (line,), seen = stored.glance().lines, pulse.status(tmp_path)
+    assert (line.version, line.alarms) == (12, ())
+    found = stored.glance().details
+    assert (found.anchor_sequence, found.ended) == (seen.anchor_sequence, seen.ended) == (12, False)
 
 
 def test_a_run_shows_the_bytes_of_views_beside_those_of_the_weights(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ class StoreSource:
             info,
             newest=head.version,
             sequence=head.sequence,
+            anchor_sequence=head.anchor_sequence,
+            listing=msgspec.structs.replace(info.listing, age_s=0.0) if info.listing else None,  # it came just now
+            ended=False,
             versions=info.versions + ahead,
             created=head.created,
             digest=head.digest,
