@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import platform
+import re
 import shutil
 import stat
 import tempfile
@@ -22,6 +23,13 @@ else:
 
 PART = ".part"  # how names end of what is not written to its end
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write that the disk refuses, whose error names no file
+
+
+def on_this_machine(name: str, path: str | Path) -> Path:
+    """A path. name: what messages call it. Raises ValueError for a URL, of which a directory "s3:" would be made."""
+    if url := re.match(r"[a-z][a-z0-9+.-]+:/", str(path), re.IGNORECASE):  # of which more may be secret
+        raise ValueError(f"{name}: expected a directory of this machine, found a URL, {url[0]}/…")
+    return Path(path)
 
 
 def open_file(path: Path, *, writable: bool = False) -> BinaryIO:

@@ -193,6 +193,7 @@ BAD = [
     ("autoscale.grow=0.01", ["autoscale.grow: expected a share above autoscale.shrink"]),
     ('evaluation=[{name = "a@b"}]', ["evaluation[0].name: expected a name of letters", "'a@b'"]),
     ("evaluation=[{every = 0}]", ["evaluation[0].every: expected a whole number from 1", "found 0"]),
+    ("out=s3://bucket/run", ["out: expected a directory of this machine, found a URL, s3://…"]),
     ("store=memory://x", ["store", "memory://"]),
     ("steps", ["--set", "key=value", "'steps'"]),
     ("steps.x=1", ["--set steps.x=1: expected a table at steps, found 40"]),

@@ -574,6 +574,11 @@ def test_the_command_publishes_folders(tmp_path: Path, capsys: pytest.CaptureFix
         (["--from", "d", "store", "--keep", "3"], 2, "--keep: expected without --from"),
         (["store", "d", "--name", "x"], 2, "name: expected"),
         (["store", "d", "--once"], 1, "holds no version yet"),
+        (
+            ["store", "s3://bucket/d", "--once"],
+            2,
+            "directory: expected a directory of this machine, found a URL, s3://…",
+        ),
         (["--from", "nowhere", "store", "--once"], 1, "nowhere"),
     ],
 )
@@ -588,6 +593,7 @@ def test_what_the_command_refuses(
     monkeypatch.chdir(tmp_path)
     found, out, err = command(capsys, "mirror", *arguments)
     assert (found, out) == (code, "")
+    assert not list(tmp_path.glob("*:"))
     assert says in " ".join(err.replace("│", " ").split())
 
 

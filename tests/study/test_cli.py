@@ -120,6 +120,7 @@ def test_what_theory_leaves_out_is_noted(capsys: pytest.CaptureFixture[str], tra
         (["--lr", "0"], 2, "lr: expected more than 0"),
         (["--lr", "1e-6", "--betas", "0.9", "1"], 2, "betas: expected two numbers"),
         (["-o", "a-file"], 2, "is a file"),
+        (["-o", "s3://bucket/study"], 2, "output: expected a directory of this machine, found a URL, s3://…"),
         (["nothing-there"], 1, "nothing-there"),
         (["last", "one"], 1, "found checkpoint-4 before checkpoint-0"),
         (["one"], 1, "at least two checkpoints"),

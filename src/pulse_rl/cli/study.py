@@ -72,11 +72,13 @@ def study(
     """
     from msgspec.structs import replace
 
+    from pulse_rl.disk import on_this_machine
     from pulse_rl.study.verb import check_settings
     from pulse_rl.study.verb import study as measure
 
     with ExitStack() as stack:
         with output.checking():
+            out = out and on_this_machine("output", out)
             if out is not None and _is_run(str(out)):
                 raise ValueError(
                     f"output: expected another directory than the run's, found {out}: its {PAGE} would be replaced"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from pulse_rl.disk import on_this_machine
 from pulse_rl.flow import model_name, registry
 from pulse_rl.flow.directory import POLICIES
 from pulse_rl.flow.playing import tools, workflow
@@ -244,6 +245,7 @@ def _absolute(store: str | None) -> str | None:
 def check(recipe: Recipe) -> Recipe:
     """Return the recipe. Raises ValueError that names the first bad key, what was expected and what was found."""
     _plain_name("name", recipe.name)
+    on_this_machine("out", recipe.out)
     if (recipe.store or "").startswith("memory:"):
         raise ValueError("store: expected a place that every process reaches; memory:// lives in one process only")
     _check_policies(recipe)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pulse_rl.checkpoint.files import files_of, open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX, SINGLE, nbytes_of, write_zeros
-from pulse_rl.disk import check_room
+from pulse_rl.disk import check_room, on_this_machine
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.folders.directory import Directory, FolderMark, write_mark
 from pulse_rl.folders.looking import check_poll, look
@@ -67,9 +67,10 @@ class Mirror:
             raise ValueError(f"keep: expected at least 1, a whole number, found {keep!r}")
         if marker is not None and not is_file_name(marker):
             raise ValueError(f"marker: expected the name of a file, not beginning with a dot, found {marker!r}")
+        path = on_this_machine("directory", directory)
         self._marker, self._keep = marker, keep
         self._subscriber = Subscriber(store, public_key=public_key, heartbeat=heartbeat, patience=patience)
-        self._directory = Directory(Path(directory), FolderName(name))
+        self._directory = Directory(path, FolderName(name))
         try:
             self._held = self._directory.newest()
             self._directory.retain(keep)
