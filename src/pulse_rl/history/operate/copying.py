@@ -26,7 +26,7 @@ from pulse_rl.history.manifest import Manifest, PatchObject, manifest_name
 from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
-from pulse_rl.history.versions import some_sequences
+from pulse_rl.history.versions import newest_readable, some_sequences
 from pulse_rl.log.beginning import begin_at
 from pulse_rl.log.objects import ObjectRef, create, fetch_parts, limit_of
 from pulse_rl.log.signing import PublicKey
@@ -100,7 +100,7 @@ def copy_history(
     sequences = some_sequences(history)
     there.check_create()
     copy, first = _Copy(history.store, there), history.first()
-    listed, newest = set(sequences), history.read(sequences[-1])
+    listed, newest = set(sequences), newest_readable(history, sequences) or history.read(sequences[-1])
     _, held = copied.end()
     if held is not None and held.history != newest.history:  # the two may share no name, so no name shows it
         raise _other_history(there, history.store, manifest_name(held.sequence))
