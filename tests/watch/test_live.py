@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,6 +239,24 @@ def test_a_version_that_comes_between_two_looks_at_a_store_ends_its_alarms(
     assert (line.version, line.alarms) == (12, ())
     found = stored.glance().details
     assert (found.anchor_sequence, found.ended) == (seen.anchor_sequence, seen.ended) == (12, False)
+
+
+@pytest.mark.parametrize("pace", [0.0, 1e9])
+def test_a_store_that_is_begun_anew_is_drawn_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
+    """Against the status: with as many versions as before, and more, also where the newest one alone is read."""
+    monkeypatch.setattr(live, "PACE", pace)
+    stored = StoreSource(str(tmp_path / "run"))
+    for versions in (4, 4, 6):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        publisher = pulse.Publisher(tmp_path / "run")
+        for version in range(versions):
+            publisher.publish({"w": torch.randn(64)}, version=version)
+        stored.look()
+        seen = pulse.status(tmp_path / "run")
+        assert stored.glance().details.digest == seen.digest
+        assert seen.recent is not None
+        sizes = dict(enumerate(seen.recent.sizes, 1))
+        assert dict(stored._sizes) == (sizes if pace == 0 else dict(sorted(sizes.items())[-len(stored._sizes) :]))
 
 
 def test_a_run_shows_the_bytes_of_views_beside_those_of_the_weights(tmp_path: Path) -> None:

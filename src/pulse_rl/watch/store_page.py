@@ -41,7 +41,8 @@ class StoreSource:
         made, info = self._all.made, self._all.get()
         if made == self._all.made and self._info is not None:
             info = self._with_newest(self._info)
-        if self._info is not None and info.sequence < self._info.sequence:  # a history that was begun anew
+        last = self._info
+        if last is not None and (info.history != last.history or info.sequence < last.sequence):
             self._sizes.clear()
             self._densities.clear()
         self._add(info)
@@ -62,7 +63,7 @@ class StoreSource:
     def _with_newest(self, info: Status) -> Status:
         """What is known, with the newest version."""
         head = self._history.head()
-        if head is None or head.sequence == info.sequence:
+        if head is None or (head.history, head.sequence) == (info.history, info.sequence):
             return info
         ahead, patch, recent = head.sequence - info.sequence, head.patch, info.recent
         return msgspec.structs.replace(
@@ -75,6 +76,7 @@ class StoreSource:
             versions=info.versions + ahead,
             created=head.created,
             digest=head.digest,
+            history=head.history,
             metadata=head.metadata,
             nonfinite=head.nonfinite,
             density=head.density,

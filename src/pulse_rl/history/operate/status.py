@@ -110,6 +110,7 @@ class Status(msgspec.Struct, frozen=True):
         newest: The newest version whose manifest can be read.
         sequence: Its sequence number.
         digest: Its digest, 16 hex digits.
+        history: The id of the history, 16 hex digits: a run that is begun anew has another one.
         created: When it was published, in seconds since 1970 by the publisher's clock.
         metadata: What the trainer has noted of it, as its own step; None for nothing.
         elements: How many elements its weights have.
@@ -135,6 +136,7 @@ class Status(msgspec.Struct, frozen=True):
     newest: int
     sequence: int
     digest: str
+    history: str
     created: float
     metadata: dict[str, Scalar] | None
     elements: int
@@ -218,6 +220,7 @@ def status(
         newest=newest.version,
         sequence=newest.sequence,
         digest=newest.digest,
+        history=newest.history,
         created=newest.created,
         metadata=newest.metadata,
         elements=newest.elements,
