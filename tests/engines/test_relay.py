@@ -94,11 +94,12 @@ def test_the_end_of_a_run_is_passed_on(tmp_path: Path) -> None:
 
 def test_another_history_is_refused_and_one_that_has_gone_back(tmp_path: Path) -> None:
     """One that has other bits of the version, or lacks it though it is not pruned so far; by a relay of either age."""
-    names = ("source", "other", "lacking")
-    source, other, lacking = (Trainer(tmp_path / name, seed) for seed, name in enumerate(names))
+    names = ("source", "other", "lacking", "later")
+    source, other, lacking, later = (Trainer(tmp_path / name, seed) for seed, name in enumerate(names))
     source.publish(1, 2)
     other.publish(1, 2)
     lacking.publish(1, 3)
+    later.publish(100)
     relay = Relay(str(tmp_path / "target"), {})
     relay.follow(str(tmp_path / "source"))
     relay.stage(2)

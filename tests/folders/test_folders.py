@@ -250,6 +250,16 @@ def test_another_history_is_refused(run: Run, tmp_path: Path) -> None:
     assert run.is_held(tmp_path / "d" / "current") == 1
 
 
+def test_a_run_begun_anew_with_later_versions_is_refused(run: Run, tmp_path: Path) -> None:
+    """It was never pruned, and so never had the version that the folder holds."""
+    once(run, tmp_path / "d")
+    shutil.rmtree(run.store)
+    pulse.Publisher(run.store).publish(Trainee(seed=1).weights, version=100)
+    with pytest.raises(ValueError, match="of another history"):
+        once(run, tmp_path / "d")
+    assert run.is_held(tmp_path / "d" / "current") == 0
+
+
 def test_another_history_with_as_many_versions_is_no_rest(run: Run, tmp_path: Path) -> None:
     """The run is begun anew in its store while a mirror looks, and ends with the version that the mirror has."""
     with Mirror(run.store, tmp_path / "d") as mirror:

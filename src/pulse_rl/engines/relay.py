@@ -124,7 +124,7 @@ class Relay:
         try:
             with suppress(VersionNotFoundError):
                 expected = history.find(version).digest
-            if expected is None and history.read(history.first()).version > version:
+            if expected is None and (first := history.first()) and history.read(first).version > version:
                 return  # it is pruned there
         except (VersionNotFoundError, IntegrityError):  # empty or damaged: versions have to grow all the same
             return

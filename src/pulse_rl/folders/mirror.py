@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,9 +121,13 @@ class Mirror:
 
     def _check_same_history(self, held: FolderMark) -> None:
         """Raise ValueError if a finished folder holds a version of another history."""
+        history, found = self._subscriber.history, None
         try:
-            found = self._subscriber.history.find(held.version).digest
-        except (VersionNotFoundError, IntegrityError):  # pruned or damaged: the digest of the next version decides
+            with suppress(VersionNotFoundError):
+                found = history.find(held.version).digest
+            if found is None and history.first():
+                return  # it may be pruned: the digest of the next version decides
+        except IntegrityError:  # damaged: likewise
             return
         if found != held.digest:
             raise ValueError(
