@@ -1,6 +1,8 @@
 """`pulse-rl study`: checkpoints, a run and a store from the command line."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,15 @@ def test_the_report_is_written_and_printed(capsys: pytest.CaptureFixture[str], r
         f"{written.density.mean:.4%}",
     ):
         assert expected in printed
+
+
+def test_where_nothing_changed_nothing_is_a_multiple_of_it(capsys: pytest.CaptureFixture[str], run: Run) -> None:
+    path = run.checkpoints[0]
+    same = shutil.copy(path, path.with_name("checkpoint-9.safetensors"))
+    code, printed, err = call(capsys, path, same, "--lr", "1e-6")
+    assert code == 0, err
+    assert re.search(r"^by theory +\d+\.\d{4}%$", printed, re.MULTILINE)
+    assert re.search(r"^entropy bound +0 B +– +–$", printed, re.MULTILINE)
 
 
 def test_what_theory_leaves_out_is_noted(capsys: pytest.CaptureFixture[str], trainee: Trainee, tmp_path: Path) -> None:

@@ -234,7 +234,8 @@ def _facts(report: Report) -> dict[str, str]:
     predictions = [step.prediction for step in report.steps if step.prediction is not None]
     if predictions:
         mean = sum(one.density for one in predictions) / len(predictions)
-        facts["by theory"] = f"{mean:.4%}, {mean / max(report.density.mean, 1e-300):.2f} of the measured density"
+        measured = report.density.mean
+        facts["by theory"] = f"{mean:.4%}" + (f", {mean / measured:.2f} of the measured density" if measured else "")
         rates = [step.rate for step in report.steps if step.rate is not None]
         if rates and report.stride == 1:
             facts["Adam's ratio"] = f"{sum(rates) / len(rates):.3f}, the mean |m̂ / √v̂| as measured"

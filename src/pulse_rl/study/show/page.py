@@ -100,7 +100,9 @@ def _patches(report: Report) -> dict[str, float]:
 
 
 def _times(full: float, sent: float) -> str:
-    return f"{full / sent:,.0f} ×" if sent and full / sent >= 10 else f"{full / max(1, sent):.2g} ×"
+    if not sent:
+        return "–"
+    return f"{full / sent:,.0f} ×" if full / sent >= 10 else f"{full / sent:.2g} ×"
 
 
 def _or_dash(value: float | None, form: str = ".3%") -> str:
