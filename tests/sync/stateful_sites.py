@@ -117,7 +117,7 @@ class Sites(Calls):
         self.plan_faults(self.random.choice((from_wire, to_wire)))
         parted = any(target.line.get(at, attempt) is not attempt for at, attempt in source.line.items())
         heads = {disk.head.history for disk in (source, target) if disk.head is not None}
-        parted |= len(heads) > 1  # of two runs, which may share no number
+        parted |= len(heads) > 1  # two runs need not have a sequence number in common
         hurt, before, ended = source.hurt or target.hurt, len(target.line), target.ended and target.head
         key: dict[str, Any] = {"public_key": keys()[1]} if self.signed else {}
         versions, within = dict(source.line), self.perhaps(from_wire, source)

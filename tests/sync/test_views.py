@@ -330,6 +330,23 @@ def test_a_config_that_no_view_can_add_to_is_refused() -> None:
     assert publisher.publish(Policy().weights).version == 0  # nothing was committed
 
 
+def with_rows(policy: Policy, begin: int, end: int) -> dict[str, Any]:
+    """Its weights, where a rank holds these rows of one of them."""
+    rows = policy.weights["q_proj.weight"][begin:end]
+    return policy.weights | {"q_proj.weight": pulse.Shard(rows, shape=(260, 140), offset=(begin, 0))}
+
+
+def check_views(store: str, steps: int) -> None:
+    """The newest version's views have the codes and scales of whole weights, after so many steps."""
+    policy = Policy()
+    held = None
+    for _ in range(steps):
+        policy.step()
+        held = policy.views(held)
+    assert held is not None
+    assert all(same(pull(store, name), held[name]) for name in VIEWS)
+
+
 def sharded(group: Any, rank: int, size: int, store: str, cut: int) -> list[str]:
     """Publish three versions of which each rank holds some rows. Returns what went wrong."""
     policy = Policy()
@@ -337,10 +354,7 @@ def sharded(group: Any, rank: int, size: int, store: str, cut: int) -> list[str]
         with pulse.Publisher(store, group=group, views=VIEWS) as publisher:
             for _ in range(3):
                 policy.step()
-                begin, end = ((0, cut), (cut, 260))[rank]
-                rows = policy.weights["q_proj.weight"][begin:end]
-                mine = policy.weights | {"q_proj.weight": pulse.Shard(rows, shape=(260, 140), offset=(begin, 0))}
-                publisher.publish(mine)
+                publisher.publish(with_rows(policy, *((0, cut), (cut, 260))[rank]))
     except (ValueError, pulse.ExchangeError) as error:
         return [one_line(error)]
     return []
@@ -350,13 +364,7 @@ def test_ranks_quantise_their_shares(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks whose shards end between blocks publish the whole views; shards that end within a block are refused."""
     store = str(tmp_path / "store")
     assert ranks(sharded, 2, store, 128) == [[], []]
-    policy = Policy()
-    held = None
-    for _ in range(3):
-        policy.step()
-        held = policy.views(held)
-    assert held is not None
-    assert all(same(pull(store, name), held[name]) for name in VIEWS)
+    check_views(store, 3)
     assert pulse.verify(store).problems == ()
     found = ranks(sharded, 2, str(tmp_path / "cut"), 100)
     assert all("whole blocks" in message for (message,) in found)
@@ -375,23 +383,14 @@ def resharded(group: Any, rank: int, size: int, store: str) -> None:
         patch.setattr(Position, "_take_up", counted)
         for number in range(4):
             policy.step()
-            begin, end = ((0, 128), (128, 260))[rank if number < 2 else 1 - rank]
-            rows = policy.weights["q_proj.weight"][begin:end]
-            mine = policy.weights | {"q_proj.weight": pulse.Shard(rows, shape=(260, 140), offset=(begin, 0))}
-            publisher.publish(mine)
+            publisher.publish(with_rows(policy, *((0, 128), (128, 260))[rank if number < 2 else 1 - rank]))
     assert len(rebuilt) == 1 + len(VIEWS)
 
 
 def test_ranks_that_change_places_go_on_with_their_views(ranks: Ranks, tmp_path: Path) -> None:
     """The views are those of one process, which are compared with the codes and scales of the whole weights."""
     assert ranks(resharded, 2, str(tmp_path)) == [None, None]
-    policy = Policy()
-    held = None
-    for _ in range(4):
-        policy.step()
-        held = policy.views(held)
-    assert held is not None
-    assert all(same(pull(str(tmp_path), name), held[name]) for name in VIEWS)
+    check_views(str(tmp_path), 4)
 
 
 def without_matrices(group: Any, rank: int, size: int, store: str) -> str:

@@ -62,10 +62,10 @@ class Position:
         ranks = self._ranks
         if share is not None:
             self._fit(share)
-        if self.baseline is not None and share is not None and self.kept_on != "host" and ranks.size == 1:
-            # After `resume`, which knows no weights.
-            own = share.called(self.baseline.plan.all_names, self.baseline.manifest.tied).own
-            self.baseline = self.baseline.near(own, self.kept_on)
+            if self.baseline is not None and self.kept_on != "host" and ranks.size == 1:
+                # After `resume`, which knows no weights.
+                own = share.called(self.baseline.plan.all_names, self.baseline.manifest.tied).own
+                self.baseline = self.baseline.near(own, self.kept_on)
         if not look and self.baseline is not None and ranks.size == 1:
             before = self.baseline.manifest
             self._check_room(before.sequence + 1)

@@ -159,17 +159,18 @@ def check_stored(history: History, head: Manifest, plan: SharePlan) -> None:
 
     Where they cannot be read that has to do: an anchor leads past it.
     """
-    for proved in (False, True):  # where they differ, a header may be damaged
+
+    def compare(*, proved: bool) -> None:
         try:
             tensors = tensors_of(history, head, proved=proved)
         except (IntegrityError, PatchFormatError, StoreError):
             return
-        try:
-            compare_layouts(tensors, plan.tensors, next_in_store(head.version, history.store.url))
-            return
-        except BaseMismatchError:
-            if proved:
-                raise
+        compare_layouts(tensors, plan.tensors, next_in_store(head.version, history.store.url))
+
+    try:
+        compare(proved=False)
+    except BaseMismatchError:  # unless a header is damaged
+        compare(proved=True)
 
 
 def new_manifest(
