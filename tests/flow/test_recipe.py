@@ -15,15 +15,8 @@ from pulse_rl.flow import recipe_file, registry
 from pulse_rl.flow.data import service
 from pulse_rl.flow.driver import run as driver
 from pulse_rl.flow.playing import workflow
-from pulse_rl.flow.recipe import (
-    AutoscaleRecipe,
-    EvaluationRecipe,
-    PolicyRecipe,
-    PoolRecipe,
-    Recipe,
-    WorkflowRecipe,
-    check,
-)
+from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
+from pulse_rl.flow.recipe_check import check
 from pulse_rl.flow.registry import Plugin
 
 TINY = ("model=tiny",)

@@ -1,6 +1,6 @@
 """Recipes as files: find one by name or path, apply `--set`, turn the document into typed settings, and write it.
 
-A document is what a TOML file holds: plain tables. Every key is checked here by name and by type, `recipe.check` checks
+A document is what a TOML file holds: plain tables. Every key is checked here by name and by type, `recipe_check` checks
 what the values mean.
 """
 
@@ -18,7 +18,7 @@ from pulse_rl.errors import require
 from pulse_rl.flow import registry, values
 from pulse_rl.flow.directory import FORMER, POLICIES, RECIPE
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
-from pulse_rl.flow.recipe import check as check_recipe
+from pulse_rl.flow.recipe_check import check as check_recipe
 from pulse_rl.flow.registry import Plugin
 
 # What other libraries call a setting, and what it is called here.
