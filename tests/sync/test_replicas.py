@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +12,8 @@ import pulse_rl as pulse
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.format import unpack
 from pulse_rl.patch.live import by_name
-from pulse_rl.sync import shares
-from pulse_rl.sync.shares import Share
+from pulse_rl.sync import share_plan
+from pulse_rl.sync.shares import Share, share_by
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import layout
@@ -40,8 +39,8 @@ def shares_of(weight: Any, held: list[list[tuple[slice, slice]]]) -> list[Share]
             pulse.Shard(weight[cut].copy(), shape=SHAPE, offset=tuple(along.start for along in cut)) for cut in cuts
         ]
         live.append(layout({"w": parts} if parts else {}))
-    plan = shares.make_plan([msgspec.json.decode(shares._describe(one), type=shares.Description) for one in live])
-    return [shares.share_by(plan, rank, one) for rank, one in enumerate(live)]
+    plan = share_plan.make_plan(share_plan.described([share_plan.describe(one) for one in live]))
+    return [share_by(plan, rank, one) for rank, one in enumerate(live)]
 
 
 def summed(found: list[Share]) -> int:

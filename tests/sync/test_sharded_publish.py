@@ -16,7 +16,7 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import restore
-from pulse_rl.sync.shares import Description, make_plan
+from pulse_rl.sync.share_plan import Description, make_plan
 from pulse_rl.weights.digests import digest
 from tests.loco.ranks import Ranks, good
 from tests.sync.shares import model, shares

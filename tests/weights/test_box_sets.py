@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.patch import table
-from pulse_rl.sync.shares import Description, make_plan
+from pulse_rl.sync.share_plan import Description, make_plan
 from pulse_rl.weights import box_sets
 from pulse_rl.weights.box_sets import MAX_BOXES, BoxSet, cut_apart, disjoint, joined
 from pulse_rl.weights.boxes import Box, Shape, whole

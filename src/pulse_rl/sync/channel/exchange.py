@@ -30,7 +30,7 @@ from pulse_rl.sync.channel.sending import ChannelSettings, Findings, Hello, Send
 from pulse_rl.sync.channel.sides import ChannelSides
 from pulse_rl.sync.channel.tiles import owned_nbytes
 from pulse_rl.sync.channel.wire import Wire
-from pulse_rl.sync.shares import MAX_NBYTES, describe, described, fingerprint_of
+from pulse_rl.sync.share_plan import MAX_NBYTES, describe, described, fingerprint_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 

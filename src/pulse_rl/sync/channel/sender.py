@@ -19,7 +19,8 @@ from pulse_rl.sync.channel.sides import ChannelSides
 from pulse_rl.sync.channel.tiles import read_tiles
 from pulse_rl.sync.channel.wire import Flow, giving
 from pulse_rl.sync.publish.encoding import Base, Encoded, Encoder, copy_whole
-from pulse_rl.sync.shares import Share, fingerprint_of
+from pulse_rl.sync.share_plan import fingerprint_of
+from pulse_rl.sync.shares import Share
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import Layout

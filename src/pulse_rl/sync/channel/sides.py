@@ -9,7 +9,8 @@ holds, and the owners of its pieces count each element once. All ranks say what 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pulse_rl.sync.shares import Description, Share, SharePlan, make_plan, share_by, whole_share
+from pulse_rl.sync.share_plan import Description, SharePlan, make_plan
+from pulse_rl.sync.shares import Share, share_by, whole_share
 from pulse_rl.weights.layout import Layout
 
 

@@ -16,7 +16,7 @@ from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.group.collectives import Bytes
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.targets import Target, targets
-from pulse_rl.sync.shares import SharePlan
+from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box, tiles
 from pulse_rl.weights.layout import Layout

@@ -20,7 +20,7 @@ from pulse_rl.history.anchor import check_sent, put_assets, put_shards
 from pulse_rl.history.restore import scratch
 from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import Store
-from pulse_rl.sync.shares import SharePlan
+from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import Box, FlatRun, whole
 from pulse_rl.weights.layout import Layout

@@ -9,7 +9,7 @@ from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.sync.publish.baseline import Baseline
 from pulse_rl.sync.publish.encoding import Encoded, NewVersion
-from pulse_rl.sync.shares import SharePlan
+from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import place_view
 

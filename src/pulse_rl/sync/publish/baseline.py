@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.sync.shares import SharePlan
+from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.layout import Layout, device_at
 

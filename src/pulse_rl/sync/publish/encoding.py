@@ -28,7 +28,8 @@ from pulse_rl.patch.overlay import Overlay, Recorder
 from pulse_rl.patch.since import Known
 from pulse_rl.sync.publish.baseline import KeptOn, clone
 from pulse_rl.sync.publish.successor import check_parts
-from pulse_rl.sync.shares import Share, unequal_replicas
+from pulse_rl.sync.replicas import replica_digests, unequal_replicas
+from pulse_rl.sync.shares import Share
 from pulse_rl.weights import digests, finite
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import SectionChanges
@@ -136,7 +137,7 @@ class Encoder:
                     hold_nbytes=hold_nbytes,
                 )
                 replaced = _overlay(recorder, version)
-            replicas = share.replicas(ranks.rank)
+            replicas = replica_digests(share, ranks.rank)
             said = _Found(mine.base, mine.delta, mine.changes, replicas, mine.nonfinite, mine.spoilt)
             return (mine, replaced), said
 
@@ -216,7 +217,7 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> NewVersion
         copy = share.own if kept_on is None else clone(share.own, share.own, kept_on)
         counts = finite.count(copy)
         digest, spoilt = digests.state_digest(copy), next(iter(counts), "")
-        return copy, _Found(0, digest, 0, share.replicas(ranks.rank), sum(counts.values()), spoilt)
+        return copy, _Found(0, digest, 0, replica_digests(share, ranks.rank), sum(counts.values()), spoilt)
 
     copy, found = ranks.do_and_share("copy the weights", copy_mine, _Found)
     _require_equal_replicas(ranks, share, found)
@@ -234,7 +235,7 @@ def _not_collected(expected: str, found: str) -> IntegrityError:
 
 
 def _require_equal_replicas(ranks: Ranks, share: Share, found: Sequence[_Found]) -> None:
-    error = unequal_replicas(ranks, [one.replicas for one in found], partial(share.replica_digests, ranks.rank))
+    error = unequal_replicas(ranks, share, [one.replicas for one in found])
     if error is not None:
         raise error
 

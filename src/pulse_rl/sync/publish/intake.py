@@ -21,7 +21,8 @@ from pulse_rl.history.restore import no_room
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.sync.publish.successor import check_metadata
-from pulse_rl.sync.shares import Share, SharePlan, layout_fingerprint, share_of
+from pulse_rl.sync.share_plan import SharePlan
+from pulse_rl.sync.shares import Share, layout_fingerprint, share_of
 from pulse_rl.weights import digests, streamed
 from pulse_rl.weights.bits import Bits, differ
 from pulse_rl.weights.casts import cast_name

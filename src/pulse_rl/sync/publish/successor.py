@@ -32,7 +32,8 @@ from pulse_rl.log.objects import new_token
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.table import entries_of
-from pulse_rl.sync.shares import Share, SharePlan
+from pulse_rl.sync.share_plan import SharePlan
+from pulse_rl.sync.shares import Share
 from pulse_rl.version import SOFTWARE
 from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import compare_layouts, next_in_store

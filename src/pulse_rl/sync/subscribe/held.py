@@ -21,7 +21,8 @@ from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.patches import Fetched
 from pulse_rl.patch.live import Copies
-from pulse_rl.sync.shares import Share, SharePlan, share_of, whole_share
+from pulse_rl.sync.share_plan import SharePlan
+from pulse_rl.sync.shares import Share, share_of, whole_share
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole

@@ -20,7 +20,9 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.reading import Effort, Reading
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.live import by_name, live_digest, tied_differ
-from pulse_rl.sync.shares import Share, SharePlan, layout_fingerprint, unequal_replicas
+from pulse_rl.sync.replicas import replica_digests, unequal_replicas
+from pulse_rl.sync.share_plan import SharePlan
+from pulse_rl.sync.shares import Share, layout_fingerprint
 from pulse_rl.sync.subscribe.held import Halo, HeldWeights
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -187,8 +189,8 @@ def unequal(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str]) -> Integri
     held.tie(tied)
     share = held.share
     if share.plan.replicated:
-        found = ranks.share("compare replicas", lambda: share.replicas(ranks.rank), dict[str, int])
-        error = unequal_replicas(ranks, found, partial(share.replica_digests, ranks.rank))
+        found = ranks.share("compare replicas", lambda: replica_digests(share, ranks.rank), dict[str, int])
+        error = unequal_replicas(ranks, share, found)
         if error is not None:
             return IntegrityError(str(error), ranks=error.ranks)
     aliases = sorted(tied.keys() & share.plan.tensors.keys())
