@@ -307,21 +307,25 @@ def test_what_is_damaged_for_one_rank_is_avoided_by_all(ranks: Ranks, tmp_path: 
     assert all("rank 1 of 3" in recovered for rank, (_, recovered, _) in enumerate(found) if rank != 1)
 
 
-def test_objects_that_end_early_are_avoided(ranks: Ranks, tmp_path: Path) -> None:
-    """As whole weights avoid them: damaged objects, however many, are no store that is out of reach."""
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_objects_that_end_early_are_avoided(ranks: Ranks, tmp_path: Path, share: float) -> None:
+    """As whole weights avoid them: damaged objects, however many, are no store that is out of reach.
+
+    share: of an object, what is left. Of an empty one, each range begins beyond its end.
+    """
     store = history(tmp_path, anchor_every=2)
     for sequence in (2, 4):
         (file,) = store.glob(f"anchors/{sequence:012d}-*/*.safetensors")
-        os.truncate(file, file.stat().st_size // 2)
+        os.truncate(file, int(file.stat().st_size * share))
     for route, recovered, _ in good(ranks(with_a_bent_store, 2, store, "damaged", "none", None)):
         assert route == "anchor"
         assert recovered is not None
     reference = History(store).read(4).patch
     assert reference is not None
-    os.truncate(store / reference.name, reference.nbytes // 2)
-    share = live_layout(shards(state(3), "rows", 0, 2))
+    os.truncate(store / reference.name, int(reference.nbytes * share))
+    rows = live_layout(shards(state(3), "rows", 0, 2))
     with pytest.raises(pulse.IntegrityError, match="corrupt"):
-        fetch_patch(pulse.open_store(store), reference, 1 << 30, share)
+        fetch_patch(pulse.open_store(store), reference, 1 << 30, rows)
 
 
 def test_a_replica_that_one_rank_reads_wrongly_is_read_again(ranks: Ranks, tmp_path: Path) -> None:

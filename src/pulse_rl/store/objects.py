@@ -15,8 +15,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, 
 
 from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, up_to
-from pulse_rl.store.ranges import cannot_read_range, is_empty, whole_range
-from pulse_rl.store.requests import ignores_range, is_missing, may_pass, need_threads, one_line
+from pulse_rl.store.ranges import cannot_read_range, is_empty, whole_range, wrong_size
+from pulse_rl.store.requests import ignores_range, is_beyond, is_missing, may_pass, need_threads, one_line
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 CHUNK_NBYTES = 1 << 20  # of a range: obstore takes three times as long to join larger ones
@@ -110,6 +110,8 @@ class ObjectStore:
                 if ignores_range(error):
                     self._ignores_ranges = start > 0  # from 0 on, the range may be the whole object
                     raise cannot_read_range(self, name) from None
+                if is_beyond(error):
+                    raise wrong_size(self, name, start, stop, 0) from None
                 raise
         return whole_range(self, name, start, stop, found)
 

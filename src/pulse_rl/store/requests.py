@@ -93,7 +93,8 @@ def is_missing(error: BaseError) -> bool:
 
 def is_beyond(error: BaseError) -> bool:
     """Whether a range begins at the end of an object or after it, as any does of an empty one."""
-    return any(words in str(error) for words in ("status code: 416", "Wanted range starting at"))
+    beyond = ("status code: 416", "Wanted range starting at", "Requested range was invalid")
+    return any(words in str(error) for words in beyond)
 
 
 def one_line(error: Exception) -> str:
