@@ -69,6 +69,21 @@ def test_a_verdict_for_each_subscriber(tmp_path: Path, capsys: pytest.CaptureFix
     assert document["subscribers"][-1]["verdict"] == "behind"
 
 
+def test_a_clock_that_was_ahead_for_a_while(tmp_path: Path) -> None:
+    """What it has written days ahead makes nobody silent or gone, once newer versions and heartbeats tell the time."""
+    store = pulse.open_store(tmp_path)
+    Run(store).publish(3)
+    put_beat(store, "w", 2)
+    for name in ("anchors/000000000000-*/*.safetensors", "patches/000000000001-*", "manifests/000000000001.json"):
+        (path,) = tmp_path.glob(name)
+        age(path, -3 * 86400)
+    seen = pulse.status(store)
+    assert [(one.id, one.verdict) for one in seen.subscribers or ()] == [("w", "ok")]
+    assert seen.listing is not None
+    assert (seen.expired, seen.listing.age_s < 60) == (0, True)
+    assert Retention(1).plan(History(store), leftovers=True).heartbeats == ()
+
+
 def test_nobody_is_silent_where_the_run_has_ended(tmp_path: Path) -> None:
     with pulse.Publisher(tmp_path) as publisher:
         publisher.publish({"w": np.zeros(3)}, version=0)

@@ -14,6 +14,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated
 from weakref import WeakSet
@@ -23,7 +24,7 @@ import msgspec
 from pulse_rl.documents import Count, decode_json
 from pulse_rl.errors import FormatError, IntegrityError, PulseError, translate
 from pulse_rl.logs import logger
-from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.patient import unwrapped
 from pulse_rl.version import SOFTWARE
 
@@ -79,6 +80,16 @@ def heartbeat_id(name: str) -> str | None:
     """The id in an object's name; None for any other name."""
     found = name.removeprefix(f"{PREFIX}/").removesuffix(".json")
     return found if _ID.fullmatch(found) and heartbeat_name(found) == name else None
+
+
+def store_time(beats: Iterable[ObjectInfo], manifests: Mapping[int, ObjectInfo]) -> float:
+    """The time: this machine's, or the store's where this machine's clock is behind.
+
+    manifests: by sequence number. Heartbeats and the newest manifest tell what the store's clock has shown last. Others
+    do not: one that claims a later time was written by a clock that was wrong.
+    """
+    newest = [manifests[max(manifests)]] if manifests else []
+    return max([time.time(), *(info.modified for info in (*beats, *newest))])
 
 
 def read(store: Store, name: str) -> Heartbeat:

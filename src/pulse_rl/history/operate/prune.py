@@ -13,7 +13,7 @@ interrupted pruning, and the next one deletes it.
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -113,7 +113,7 @@ class Retention:
         # Uploads are files: their times are this machine's, or a file server's. A dead one nobody writes to any more.
         dead = time.time() - max(self.grace, UPLOADING_S)
         partial = [info for info in partial_uploads(store) if info.modified < dead] if leftovers else []
-        beats = self._expired(store.list(heartbeat.PREFIX), manifests.values()) if leftovers else []
+        beats = self._expired(store.list(heartbeat.PREFIX), manifests) if leftovers else []
         nbytes = sum(info.nbytes for info in (*deleted_objects, *partial, *beats))
         nbytes += sum(manifests[sequence].nbytes for sequence in deleted_manifests)
         return Pruning(
@@ -130,10 +130,10 @@ class Retention:
             reason=reason,
         )
 
-    def _expired(self, beats: Iterable[ObjectInfo], others: Iterable[ObjectInfo]) -> list[ObjectInfo]:
+    def _expired(self, beats: Iterable[ObjectInfo], manifests: Mapping[int, ObjectInfo]) -> list[ObjectInfo]:
         """The heartbeats of subscribers that were silent for long, by this machine's clock or the store's."""
         beats = [info for info in beats if heartbeat.heartbeat_id(info.name) is not None]
-        now = max([time.time(), *(info.modified for info in (*beats, *others))])
+        now = heartbeat.store_time(beats, manifests)
         return [info for info in beats if now - info.modified > self.expire]
 
     def _begin(

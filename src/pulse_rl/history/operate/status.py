@@ -9,7 +9,6 @@ names that are listed. Nothing is proved here: `verify` does that.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
@@ -64,7 +63,7 @@ class Listing(msgspec.Struct, frozen=True):
         anchor_sequences: The sequence numbers of the versions that have an anchor.
         modified: When the newest manifest was written, in seconds since 1970.
         interval_s: The median seconds between the newest versions; None for a single one.
-        age_s: Seconds since then, as this machine's clock or the store's newest object says.
+        age_s: Seconds since then, as this machine's clock or the store's says.
     """
 
     manifests: Objects
@@ -206,12 +205,13 @@ def status(
     ended = _unless_broken(history.ended, False, [])  # a newest manifest that is damaged is a problem by itself
     subscribers, expired, listing = None, 0, None
     if objects is not None:
-        # Where the run has ended, subscribers go.
-        limits = Limits(max_lag, math.inf if ended else max_silence, expire, _store_time(objects))
-        written = {sequence: info.modified for sequence, info in manifests.items()}
         beats = objects[heartbeat.PREFIX]
+        now = heartbeat.store_time(beats, manifests)
+        # Where the run has ended, subscribers go.
+        limits = Limits(max_lag, math.inf if ended else max_silence, expire, now)
+        written = {sequence: info.modified for sequence, info in manifests.items()}
         subscribers, expired = read_subscribers(store, beats, newest, problems, limits, written)
-        listing = _listing(objects, manifests, partial_uploads(store))
+        listing = _listing(objects, manifests, partial_uploads(store), now)
     return Status(
         url=store.url,
         versions=len(sequences),
@@ -238,11 +238,6 @@ def status(
         problems=tuple(problems),
         verdict="damaged" if problems else worst(subscribers or ()),
     )
-
-
-def _store_time(objects: dict[str, list[ObjectInfo]]) -> float:
-    """The time: this machine's, or what the store has written since where this machine's clock is behind."""
-    return max([time.time(), *(info.modified for folder in objects.values() for info in folder)])
 
 
 def _list(store: Store) -> dict[str, list[ObjectInfo]] | None:
@@ -303,7 +298,7 @@ def _total(objects: Iterable[ObjectInfo]) -> Objects:
 
 
 def _listing(
-    objects: dict[str, list[ObjectInfo]], manifests: dict[int, ObjectInfo], partial: list[ObjectInfo]
+    objects: dict[str, list[ObjectInfo]], manifests: dict[int, ObjectInfo], partial: list[ObjectInfo], now: float
 ) -> Listing:
     payload = [info for folder in ("patches", "anchors", "trails") for info in objects[folder]]
     anchors = {object_sequence(info.name) for info in objects["anchors"]}
@@ -320,7 +315,7 @@ def _listing(
         anchor_sequences=tuple(sorted(manifests.keys() & anchors)),
         modified=times[-1],
         interval_s=median(between) if between else None,
-        age_s=max(0.0, _store_time(objects) - times[-1]),
+        age_s=max(0.0, now - times[-1]),
     )
 
 
