@@ -241,6 +241,17 @@ def test_a_share_of_a_transfer_that_was_damaged_is_read_anew(world: World, ranks
     assert world.proxy.faults[0].hits == 1
 
 
+def test_a_header_that_was_damaged_on_its_way_is_read_anew(world: World, trainee: Trainee) -> None:
+    """Who asks only for names and shapes proves no hash. That the header is none is enough to ask the store again."""
+    trainee.published(world.files)
+    (anchor,) = world.files.glob("anchors/*/*.safetensors")
+    flip(anchor, 0)  # a length that no header has
+    with pytest.raises(pulse.IntegrityError, match="header"):
+        pulse.Subscriber(world.open()).allocate()
+    flip(anchor, 0)
+    assert pulse.Subscriber(world.open()).allocate().keys() == trainee.weights.keys()
+
+
 def test_an_object_that_is_damaged_in_the_store_is_asked_for_each_time(world: World, trainee: Trainee) -> None:
     """Nobody is content with the cache's copy of it, and when it is mended, everybody gets it."""
     publisher = trainee.published(world.files, 2)

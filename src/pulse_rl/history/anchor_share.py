@@ -26,6 +26,7 @@ from pulse_rl.history.reading import Reading
 from pulse_rl.log.objects import ObjectRef, fetch_parts, limit_of
 from pulse_rl.observers import LongWork
 from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.store.cache import drop_cached
 from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
@@ -62,6 +63,7 @@ def read_headers(store: Store, anchor: Manifest) -> tuple[dict[str, AnchorTensor
         try:
             header = safetensors_header.parse(front, ref.name, nbytes=ref.nbytes)
         except CheckpointFormatError as error:
+            drop_cached(store, ref.name)  # it may be a transfer's fault
             raise IntegrityError(str(error), name=ref.name) from None
         for name, (dtype, shape, start, _) in header.entries.items():
             if name in found:
