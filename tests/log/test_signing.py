@@ -64,6 +64,10 @@ def test_another_history_is_refused(store: Store, trainee: Trainee, signed_by: E
     assert pulse.digest(live) == pulse.digest(trainee.empty())
     with pytest.raises(pulse.IntegrityError, match=message):
         pulse.Publisher(store, cast="bfloat16", sign_with=KEY).publish(trainee.step(), version=1)
+    # A version that leads past damage would begin another history here, whose readers all stop.
+    with pytest.raises(ValueError, match="sign_with: expected the private key of"):
+        pulse.Publisher(store, cast="bfloat16", sign_with=KEY).publish(trainee.step(), version=1, anchor=True)
+    assert pulse.History(store).sequences() == [0]
     report = verify(store, public_key=PUBLIC)
     assert report.bad_versions == report.good_versions == ()
     assert message in report.problems[0]

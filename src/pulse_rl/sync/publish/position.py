@@ -130,7 +130,7 @@ class Position:
         if skip_rebuild:
             sequence, head = self._history.end()
             self.check_end(head)
-            check_key(self._history, head)
+            check_key(self._history, head, sequence)
         else:
             with add_recovery_hint():
                 head = self._history.head()

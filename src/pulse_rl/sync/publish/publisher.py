@@ -269,8 +269,8 @@ class Publisher:
 
         Raises:
             ValueError: There are no tensors, the version is not newer, an asset's name is not possible, a tensor has a
-                name that readers refuse, the metadata is too large, or the history is signed and this publisher has no
-                key.
+                name that readers refuse, the metadata is too large, or the history is signed and this publisher does
+                not have its key.
             TypeError: The weights or an asset are of a type that cannot be published.
             BaseMismatchError: The tensors are not those of the version before.
             IntegrityError: The weights changed while they were read, the history is damaged, or a tensor differs from

@@ -100,8 +100,18 @@ def _readable() -> AbstractContextManager[None]:
     return translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}"))
 
 
-def check_key(history: History, head: Manifest | None) -> None:
-    """Raise ValueError if the history is signed and there is no key: workers would refuse what is added to it."""
+def check_key(history: History, head: Manifest | None, sequence: int = 0) -> None:
+    """Raise ValueError if the history is signed and this is not its key: workers would refuse what is added to it.
+
+    head: the newest version that can be read. sequence: of the next version; where there are others and the key is of
+    none of them, they are not damaged but another publisher's.
+    """
+    if head is None and sequence and History(history.store).end()[1] is not None:
+        raise ValueError(
+            f"sign_with: expected the private key of {history.store.url}, found another one, by which no version there "
+            "is signed: workers that follow it would refuse what is added; to sign with another key, or to begin with "
+            "it, take a new store"
+        )
     if head is not None and not history.signs and history.is_signed(head.sequence):
         raise ValueError(
             f"sign_with: expected the private key of {history.store.url}, whose version {head.version} is signed, "
