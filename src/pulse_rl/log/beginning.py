@@ -44,4 +44,5 @@ def read_first(store: Store, name: str = FIRST, keys: Keys = UNSIGNED) -> int:
     except ObjectNotFoundError:
         return 0
     except IntegrityError as error:
-        raise IntegrityError(f"{error}; delete it, and the next pruning writes it anew", name=name) from None
+        advice = "delete it, and the next pruning writes it anew; if there is none, its server answers to every name"
+        raise IntegrityError(f"{error}; {advice}", name=name) from None
