@@ -30,7 +30,7 @@ from pulse_rl.folders.publish import Folders
 from pulse_rl.history.manifest import manifest_name
 from tests.conftest import Trainee
 from tests.history.test_status import command
-from tests.store.through import Through, nothing
+from tests.store.through import Through, failing, nothing
 
 CHILD = """
 import os, signal, sys
@@ -449,6 +449,30 @@ def test_from_folder_to_folder_bit_for_bit(tmp_path: Path) -> None:
         original = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"checkpoint-{version}")
         assert bits(original.state_dict()) == bits(model.state_dict())
     assert publish(tmp_path / "out", tmp_path / "store") == []
+
+
+def test_a_commit_whose_answer_is_lost_is_found(tmp_path: Path) -> None:
+    """The store fails at the commit, after it has made it, and at the look after that: the next folder follows."""
+    store = Through(pulse.open_store(tmp_path / "store"))
+    for version in (1, 2, 3):
+        save(tmp_path / "out" / f"checkpoint-{version}", {"a": torch.full((8,), version)})
+    reports = pulse.publish_folders(tmp_path / "out", pulse.Publisher(store, patience=0), poll=0.01)
+    assert next(reports).version == 1
+
+    def lose(call: str, name: str) -> None:
+        if (call, name) == ("put", manifest_name(1)):
+            store.after, store.before = nothing, failing(name, call="stream")
+            raise pulse.StoreError("the connection has ended", name=name)
+
+    def come_back(text: str, *_: object) -> None:
+        store.before = nothing
+
+    store.after = lose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pulse_rl.folders.looking.log.error", come_back)
+        assert (report := next(reports)).version == 3
+    assert report.base == 2
+    assert [manifest.version for manifest in pulse.History(store).manifests()] == [1, 2, 3]
 
 
 def test_a_cast_of_mapped_files_is_torch_s(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class Folders:
         self._marker = marker
         self._cast = None if cast is None else cast_name(cast)
         self._told: set[str] = set()  # what is waited for; logged once, as it may never come
+        self._unsure = True  # whether the history may hold a version that the publisher does not know of
 
     def publish(self) -> PublishReport | None:
         """Publish the oldest finished folder that is newer than the newest version.
@@ -62,7 +63,10 @@ class Folders:
         Returns None where there is none. Raises as `publish_folders`.
         """
         publisher = self._publisher
-        newest = publisher.resume() if publisher.version is None else publisher.version
+        if self._unsure:
+            publisher.resume()
+            self._unsure = False
+        newest = publisher.version
         skipped: list[str] = []
         for version, folder in self._found():
             if newest is not None and version <= newest:
@@ -76,6 +80,7 @@ class Folders:
             try:
                 return publisher.publish(open_checkpoint(folder), version=version, cast=self._cast, assets=assets)
             except Exception as error:
+                self._unsure = True  # its commit may have succeeded, and the answer been lost
                 error.add_note(f"that was {folder}")
                 raise
         return None
