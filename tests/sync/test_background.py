@@ -165,6 +165,29 @@ def test_a_first_version_that_fails_leaves_nothing(gate: Through, trainee: Train
     assert trainee.followed(gate) == (0, trainee.digest())
 
 
+def test_versions_follow_a_commit_whose_answer_is_lost(gate: Through, trainee: Trainee) -> None:
+    """The store fails at the commit, after it has made it, and at the look after that. There is no other publisher."""
+    publisher, name = trainee.published(gate, 2), "manifests/000000000002.json"
+
+    def lose(call: str, of: str) -> None:
+        if (call, of) == ("put", name):
+            gate.before = failing(name, call="stream")
+            raise pulse.StoreError("the connection has ended", name=of)
+
+    gate.after = lose
+    weights = {name: weight.clone() for name, weight in trainee.cast().items()}
+    next(iter(weights.values())).view(-1)[0] += 1  # so little that the baseline is taken back
+    publisher.publish(weights, version=2, background=True)
+    with pytest.raises(pulse.StoreError, match="the connection has ended"):
+        publisher.flush()
+    gate.after = gate.before = nothing
+    for version in range(3, 5):
+        publisher.publish(trainee.step(), version=version, background=True)
+    publisher.close()
+    assert [manifest.version for manifest in pulse.History(gate).manifests()] == [0, 1, 2, 3, 4]
+    assert trainee.followed(gate) == (4, trainee.digest())
+
+
 def test_what_fails_after_the_commit_is_a_warning(
     gate: Through, trainee: Trainee, caplog: pytest.LogCaptureFixture
 ) -> None:

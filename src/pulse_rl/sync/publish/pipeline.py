@@ -64,6 +64,7 @@ class Pipeline:
     ) -> None:
         self._ranks, self._line, self._views, self._tell = ranks, line, views, tell
         self._in_flight: _InFlight | None = None
+        self._unsure = False  # whether the last attempt failed: it may be committed all the same
         self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
 
     def begin(self, anchor: bool, share: Share | None, bandwidth: float | None, *, look: bool = True) -> VersionStart:
@@ -76,7 +77,8 @@ class Pipeline:
         position = self._line.position
         if position.baseline is None:
             self.await_pool()
-        return position.begin(anchor, share, bandwidth or self._line.delivery.measured_bandwidth, look=look)
+        bandwidth = bandwidth or self._line.delivery.measured_bandwidth
+        return position.begin(anchor, share, bandwidth, look=look or self._unsure)
 
     def find(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
         """As `Line.find`. A collective."""
@@ -126,7 +128,7 @@ class Pipeline:
 
     def _settle(self, attempt: Attempt) -> None:
         """After a delivery, take the baselines back."""
-        self._line.settle(attempt)
+        self._unsure = not self._line.settle(attempt)
         for view in self._views:
             view.settle()
 
