@@ -199,6 +199,19 @@ def test_another_history_is_not_overwritten(tmp_path: Path) -> None:
     assert listed(target) == copied[1:]
 
 
+@pytest.mark.parametrize("sequence", range(3))
+def test_a_damaged_manifest_of_a_copy_is_no_other_history(tmp_path: Path, sequence: int) -> None:
+    Run(tmp_path / "a").publish(3)
+    pulse.copy_history(tmp_path / "a", tmp_path / "b")
+    damaged = tmp_path / "b" / manifest_name(sequence)
+    os.truncate(damaged, 100)
+    with pytest.raises(pulse.IntegrityError, match=f"{damaged.name} in .*/b is not a manifest.*\n.*copy again"):
+        pulse.copy_history(tmp_path / "a", tmp_path / "b")
+    damaged.unlink()
+    assert pulse.copy_history(tmp_path / "a", tmp_path / "b").objects == 1
+    assert pulse.verify(tmp_path / "b").problems == ()
+
+
 def test_a_store_is_not_copied_to_itself(tmp_path: Path) -> None:
     pruned(pulse.open_store(tmp_path))
     for target in (tmp_path, tmp_path.as_uri(), f"{tmp_path}/"):

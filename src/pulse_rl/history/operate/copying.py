@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 
-from pulse_rl.errors import CannotListError, ObjectNotFoundError, StoreError, VersionNotFoundError
+from pulse_rl.errors import CannotListError, IntegrityError, ObjectNotFoundError, StoreError, VersionNotFoundError
 from pulse_rl.history import ending
 from pulse_rl.history.history import History, sealed
 from pulse_rl.history.manifest import Manifest, PatchObject, manifest_name
@@ -88,7 +88,8 @@ def copy_history(
 
     Raises:
         VersionNotFoundError: If the source holds no version.
-        IntegrityError: If an object of the source is damaged; everything before it was copied.
+        IntegrityError: If an object of the source is damaged, or a manifest of the target; everything before it was
+            copied.
         StoreError: If a store fails, the target holds another history, or the source was pruned meanwhile.
         ValueError: If both are the same store.
     """
@@ -111,7 +112,8 @@ def copy_history(
             whole = history.read(sequence)
             for one in whole.each_view():
                 copy.version(history, one, listed)
-            copy.manifest(manifest_name(sequence), sealed(history, whole))
+            if not copy.manifest(manifest_name(sequence), sealed(history, whole)):
+                _refuse_other(copied, sequence, history.store)
         except (ObjectNotFoundError, VersionNotFoundError) as error:
             if history.first() > first:
                 error.add_note("the source was pruned meanwhile: copy again, from where it begins now")
@@ -130,6 +132,16 @@ def copy_history(
         present=len(copy.present),
         times_kept=copy.keeps_times,
     )
+
+
+def _refuse_other(copied: History, sequence: int, source: Store) -> NoReturn:
+    """Raise the error for a manifest of the target that is not the source's: it is damaged, or another history's."""
+    try:
+        copied.read(sequence)
+    except IntegrityError as error:
+        error.add_note("delete it, and copy again")
+        raise
+    raise _other_history(copied.store, source, manifest_name(sequence))
 
 
 def _other_history(target: Store, source: Store, name: str) -> StoreError:
@@ -191,12 +203,13 @@ class _Copy:
             with suppress(ObjectNotFoundError):  # it was pruned, or could not be made
                 self.object(skip, limit)
 
-    def manifest(self, name: str, data: bytes) -> None:
-        """Commit a version in the target, byte for byte."""
+    def manifest(self, name: str, data: bytes) -> bool:
+        """Commit a version in the target, byte for byte. Returns whether it is what is there now."""
         present = name in self._there
-        if not (has_bytes if present else create)(self._target, name, data):
-            raise _other_history(self._target, self._source, name)
-        self._count(name, None if present else len(data))
+        found = (has_bytes if present else create)(self._target, name, data)
+        if found:
+            self._count(name, None if present else len(data))
+        return found
 
     def small(self, name: str, limit: int) -> None:
         """Copy a small object that may change; delete it where the source has none."""
