@@ -274,6 +274,26 @@ def test_a_second_process_cannot_open_a_journal(tmp_path: Path) -> None:
     flow.share("x", 0, 1)
 
 
+def test_tasks_that_are_too_old_for_a_policy_as_they_are_handed_out_are_not_expected_of_it(tmp_path: Path) -> None:
+    """They feed another policy. What is on its way is what a dataflow counts that is made again from the journal."""
+    flow = started("a", "b", directory=tmp_path, max_staleness=0)
+    flow.heartbeat("w0", {"policies": {"a": {"version": 0}, "b": {"version": 0}}})
+    old = flow.take("w0")
+    assert old is not None
+    flow.publish("a", 1, "d", 1)
+    older = flow.take("w0")  # for b: the worker has not followed a yet
+    assert older is not None
+    for task, coming in ((None, (0, 2)), (old, (0, 1)), (older, (0, 0))):
+        if task is not None:
+            assert flow.push(group(task, "w0", {"a": 0, "b": 0}))
+        expected = [flow.status()["policies"][name]["coming"] for name in ("a", "b")]
+        assert tuple(expected) == coming
+        assert flow._buffers["a"].room() == 2
+        kill(flow, tmp_path)
+        flow = dataflow("a", "b", directory=tmp_path, max_staleness=0)
+        assert [flow.status()["policies"][name]["coming"] for name in ("a", "b")] == expected
+
+
 def test_of_a_snapshot_tasks_that_are_too_old_are_expected_no_more(tmp_path: Path) -> None:
     """They would hold back tasks that can be fresh, until their workers bring them."""
     flow = started("p", directory=tmp_path, max_staleness=0)

@@ -105,9 +105,10 @@ class PolicyBuffer:
     # --- what is on its way -----------------------------------------------------------------------------------------
 
     def expect(self, version: int) -> None:
-        """A task was handed out at this version."""
-        self._expected[version] += 1
-        self._live += 1
+        """A task was handed out at this version; for another policy, where it is too old for this one already."""
+        if not self._too_old(version):
+            self._expected[version] += 1
+            self._live += 1
 
     def expect_no_more(self, version: int) -> None:
         """A task that was handed out at this version has come back, or is lost."""
@@ -117,8 +118,7 @@ class PolicyBuffer:
 
     def expect_nothing_stale(self) -> None:
         """Give up the tasks that were handed out at a version that is too old by now."""
-        newest = self.state.version or 0
-        for old in [old for old in self._expected if newest - old > self.settings.max_staleness]:
+        for old in [old for old in self._expected if self._too_old(old)]:
             self._live -= self._expected.pop(old)
 
     def room(self, lag: int = 0, *, waiting: bool = False) -> int:
@@ -372,9 +372,10 @@ class PolicyBuffer:
         }
 
     def _stale(self, group: PolicyGroup) -> bool:
-        if self._deterministic:
-            return False
-        return self.state.version is not None and self.state.version - group.version > self.settings.max_staleness
+        return not self._deterministic and self._too_old(group.version)
+
+    def _too_old(self, version: int) -> bool:
+        return (self.state.version or 0) - version > self.settings.max_staleness
 
 
 def _by_task(group: PolicyGroup) -> tuple[int, ...]:

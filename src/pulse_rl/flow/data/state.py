@@ -93,8 +93,6 @@ class FlowState:
         self.dispatcher = Dispatcher(self._settings, now=kept.at, state=kept.dispatcher)
         for lease in kept.dispatcher.leases.values():
             self._expect(lease.versions)
-        for source in self.buffers.values():
-            source.expect_nothing_stale()
         self.windows = EvaluationWindows(kept.evaluation_windows)
         self.waves = Waves(self.buffers, kept.rounds)
         self.curator.restore(msgspec.msgpack.decode(self._at_first) if kept.curator is None else kept.curator)
