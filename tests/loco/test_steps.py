@@ -139,7 +139,22 @@ def compiled(group: Any, rank: int, size: int) -> None:
     assert bits(trainable(plain)) == bits(trainable(model))
 
 
-@pytest.mark.parametrize("run", [other_optimizers, wrapping_optimizers, nested, replaced_parameter, left, compiled])
+def compiled_step(group: Any, rank: int, size: int) -> None:
+    """Its rounds end as those of a step that is not: after them the parameters are θ."""
+    model = Model()
+    optimizer = adam(model)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    with pulse.PulseLoCo(model, optimizer, sync_every=2, group=group) as loco:
+        for step in range(4):
+            inner_step(model, optimizer, rank, step)
+    assert (loco.round, loco.inner_steps) == (2, 0)
+    assert loco.digest == pulse.digest(dict(trainable(model)))
+
+
+RUNS = [other_optimizers, wrapping_optimizers, nested, replaced_parameter, left, compiled, compiled_step]
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_steps_of_a_context(ranks: Ranks, run: Any) -> None:
     good(ranks(run, 1))
 

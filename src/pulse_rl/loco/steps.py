@@ -41,7 +41,8 @@ class InnerSteps:
         try:
             self._handles: list[Any] = [
                 optimizer.register_step_pre_hook(self._begin),
-                optimizer.register_step_post_hook(self._end),
+                # A compiled step is traced with its hooks, and no graph can hold a round.
+                optimizer.register_step_post_hook(torch.compiler.disable(self._end)),
             ]
         except AttributeError:  # Accelerate's, whose constructor is not torch's
             raise TypeError(
