@@ -76,7 +76,7 @@ def test_what_a_loader_computes_is_computed_again_by_it(run: pulse.Publisher, tm
     with pytest.raises(pulse.UnmappedError, match="float32") as raised:
         _views(engine, run)
     assert raised.value.name == "decay"
-    subscriber, views = _views(engine, run, computes=True)
+    subscriber, views = _views(engine, run, alone=True)
     assert views.ignored == ()
     assert sum(tensor.nbytes for tensor in views._kept.values()) == 2 * 2 * 8
     assert views.prove(subscriber.history, tmp_path if by == "files" else None) == (None if by == "files" else 0)
@@ -101,7 +101,7 @@ def test_a_loader_that_does_not_give_what_the_engine_has_is_refused(run: pulse.P
     other = Engine(_published())
     other.decay.data[3] += 1
     for engine, name in ((adding, "skip"), (other, "decay")):
-        subscriber, views = _views(engine, run, computes=True)
+        subscriber, views = _views(engine, run, alone=True)
         views.prove(subscriber.history, tmp_path)
         before = engine.bits()
         with pytest.raises(pulse.UnmappedError) as raised:
@@ -113,21 +113,21 @@ def test_a_loader_that_does_not_give_what_the_engine_has_is_refused(run: pulse.P
 def test_memory_that_two_tensors_make_is_refused(run: pulse.Publisher) -> None:
     engine = Engine(_published(), skip=lambda model, weight: model.decay.data.mul_(weight.float()))
     with pytest.raises(pulse.UnmappedError) as raised:
-        _views(engine, run, computes=True)
+        _views(engine, run, alone=True)
     assert raised.value.name in ("decay", "skip")
 
 
 def test_a_part_that_nothing_feeds_is_still_refused(run: pulse.Publisher) -> None:
     engine = Engine(_published(), skip=lambda model, weight: model.skip.data[:4].copy_(weight[:4]))
     with pytest.raises(pulse.UnmappedError, match="4 elements") as raised:
-        _views(engine, run, computes=True)
+        _views(engine, run, alone=True)
     assert raised.value.name == "skip"
 
 
 def test_a_large_tensor_is_refused(run: pulse.Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derived, "LARGEST_NBYTES", 15)
     with pytest.raises(pulse.UnmappedError, match="float32"):
-        _views(Engine(_published()), run, computes=True)
+        _views(Engine(_published()), run, alone=True)
 
 
 def test_what_is_half_rebuilt_is_rebuilt_whatever_version_comes_next() -> None:

@@ -303,6 +303,33 @@ def test_both_names_of_a_tied_tensor(tmp_path: Path, apart: bool, skips: bool) -
     assert torch.equal(engine.head.view(torch.int16), tensor.view(torch.int16))
 
 
+@pytest.mark.parametrize("files", [True, False])
+def test_a_head_that_the_engine_ties_and_passes_over_is_followed_until_it_differs(tmp_path: Path, files: bool) -> None:
+    tensor = _random(WORDS, HIDDEN)
+    published = {"embed": tensor, "head": tensor.clone()}  # copies, as a trainer gathers them or trains them apart
+    (tmp_path / "model").mkdir()
+    save_file({"embed": tensor}, tmp_path / "model/model.safetensors")
+    publisher = pulse.Publisher(tmp_path / "history")
+    publisher.publish(published, version=0)
+    engine = Tied(apart=False, skips=True)
+    engine.load_weights(published.items())
+    subscriber = pulse.Subscriber(tmp_path / "history", overwrite=False)
+    views = LiveViews.of(engine, engine.load_weights, subscriber.tensors(), alone=True)
+    assert (views.ignored, views._kept) == ((), {})
+    assert views.prove(subscriber.history, tmp_path / "model" if files else None) == (None if files else 0)
+    subscriber.overwrite = True
+    for each in published.values():
+        each.view(torch.int16)[3] ^= 5
+    publisher.publish(published, version=1)
+    assert subscriber.sync(views.weights()).version == 1
+    published["head"].view(torch.int16)[4] ^= 5
+    publisher.publish(published, version=2)
+    with pytest.raises(pulse.BaseMismatchError, match="'embed' and 'head' share memory in these weights"):
+        subscriber.sync(views.weights())
+    assert subscriber.version == 1
+    assert torch.equal(engine.head.view(torch.int16), tensor.view(torch.int16))
+
+
 def test_a_tied_head_that_is_held_apart_is_refused_where_the_tie_is_not_known() -> None:
     engine = Tied(apart=True, skips=False)
     with pytest.raises(pulse.UnmappedError) as raised:

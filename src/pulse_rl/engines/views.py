@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pulse_rl.engines.adoption import prove
 from pulse_rl.engines.coverage import check_coverage
 from pulse_rl.engines.derived import Derived, Rebuilding, computed, recomputed
 from pulse_rl.engines.geometry import NotBoxes, cells
-from pulse_rl.engines.tracing import LoaderCopy, LoadWeights, storage_of, torch_dtype, trace, unmapped
+from pulse_rl.engines.tracing import LoaderCopy, LoadWeights, Trace, storage_of, torch_dtype, trace, unmapped
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.history import History
 from pulse_rl.logs import logger
@@ -30,8 +30,8 @@ log = logger(__name__)
 class LiveViews:
     """Published name → the engine's live memory.
 
-    views: of live memory. kept: tensors in host memory, which the engine does not hold, or has computed with.
-    rebuilding: what is derived from the weights. ignored: the names of those that it does not hold.
+    views: of live memory; tied tensors have one. kept: tensors in host memory, which the engine does not hold, or has
+    computed with. rebuilding: what is derived from the weights. ignored: the names of those that it does not hold.
     """
 
     def __init__(
@@ -53,13 +53,14 @@ class LiveViews:
         *,
         tied: Mapping[str, str] | None = None,
         derived: Iterable[Derived] = (),
-        computes: bool = False,
+        alone: bool = False,
     ) -> LiveViews:
         """Find where a history's tensors live. Nothing is written.
 
         tensors: of the history, by name. tied: its further names of tensors → the name that stands for them; an engine
-        may hold them apart. derived: what the engine has computed from its weights. computes: whether small tensors
-        that the loader computes with are kept beside the engine, and given to the loader again; for one process. Raises
+        may hold them apart. derived: what the engine has computed from its weights. alone: whether this process holds
+        all of the model. Then small tensors that the loader computes with are kept beside the engine, and given to the
+        loader again; and one that it passes over because the engine ties it to another is that other's memory. Raises
         UnmappedError, which names what cannot be followed in place, and why.
         """
         further = {alias: tensors[owner] for alias, owner in (tied or {}).items() if owner in tensors}
@@ -67,7 +68,7 @@ class LiveViews:
         found = trace(model, load_weights, named)
         again = [
             recomputed(name, named[name], results, load_weights)
-            for name, results in (computed(found, named) if computes else {}).items()
+            for name, results in (computed(found, named) if alone else {}).items()
         ]
         sources = {one.module: one.sources[0] for one in again}
         derived = list(derived)
@@ -81,7 +82,9 @@ class LiveViews:
                 copies.setdefault(copy.name, []).append(copy)
         owners = {storage_of(owner): owner for owner in (*model.buffers(), *model.parameters())}
         views = {name: _view(name, named[name], copies[name], owners) for name in named if name in copies}
-        unheld = {name: spec for name, spec in tensors.items() if name not in copies and name not in sources}
+        if alone:  # a subscriber refuses a version that has other bits for the two; that of several ranks knows no such
+            views |= {name: views[owner] for name, owner in _passed_over(model, found, tensors) if owner in views}
+        unheld = {name: spec for name, spec in tensors.items() if name not in views and name not in sources}
         kept = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for name, spec in unheld.items()}
         return cls(views, {**kept, **sources}, Rebuilding([*again, *derived]), tuple(kept))
 
@@ -116,6 +119,18 @@ class LiveViews:
     def refresh(self) -> int:
         """Compute again what the engine has derived from weights that have changed. Returns for how many modules."""
         return self._rebuilding.refresh()
+
+
+def _passed_over(model: torch.nn.Module, found: Trace, tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
+    """Published tensors that a loader passes over as the model ties their parameters, and those that feed these."""
+    feeding = {storage_of(copy.memory): copy.name for copy in found.copies}
+    held = set(feeding.values())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = feeding.get(storage_of(parameter), "")
+        if name in tensors and name not in held and owner in tensors:
+            one, other = tensors[name], tensors[owner]
+            if (one.dtype, one.shape) == (other.dtype, other.shape):
+                yield name, owner
 
 
 def _view(name: str, spec: TensorSpec, copies: list[LoaderCopy], owners: Mapping[int, torch.Tensor]) -> Any:

@@ -36,7 +36,7 @@ def live_views(
     the model. Raises UnmappedError."""
     derived = derived_of(model, dtype)
     with as_loaded(model):
-        return LiveViews.of(model, model.load_weights, tensors, tied=tied, derived=derived, computes=alone)
+        return LiveViews.of(model, model.load_weights, tensors, tied=tied, derived=derived, alone=alone)
 
 
 def derived_of(model: Any, dtype: torch.dtype) -> list[Derived]:
