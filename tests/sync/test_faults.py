@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -180,7 +181,10 @@ def watch(directory: Path) -> None:
 
 
 def serve() -> None:
-    """Fork a process for every line of standard input; answer how it ended."""
+    """Fork a process for every line of standard input and answer how it ended; of one that watches, its number.
+
+    A line with such a number kills it.
+    """
     os.environ["PULSE_THREADS"] = "1"
     torch.set_num_threads(1)
     for codec in CODECS:  # loads the kernels; no store, whose threads would not survive a fork
@@ -190,12 +194,21 @@ def serve() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
+        if isinstance(job, int):
+            os.kill(job, signal.SIGKILL)
+            print(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
+            continue
         child = os.fork()
+        if child == 0 and job["role"] == watch.__name__:
+            watch(Path(job["directory"]))
         if child == 0:
             signal.alarm(60)  # one that hangs ends too, and not by SIGKILL
             directory = Path(job["directory"])
             store = Doomed(pulse.open_store(directory / "store"), job["k"])
             globals()[job["role"]](store, directory, job["codec"], job["seed"])
+        if job["role"] == watch.__name__:
+            print(child, flush=True)
+            continue
         if job["after"] is not None:
             time.sleep(job["after"])
             os.kill(child, signal.SIGKILL)
@@ -214,16 +227,29 @@ class Server:
         assert self._process.stdout
         return self._process.stdout.readline().strip()
 
+    def _ask(self, job: object) -> str:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    @contextmanager
+    def watching(self, directory: Path) -> Iterator[None]:
+        """A process follows the history until the end, and must not end before."""
+        watcher = int(self._ask({"role": watch.__name__, "directory": str(directory)}))
+        try:
+            yield
+        finally:
+            ended = self._ask(watcher)
+        assert ended == str(-signal.SIGKILL), "the following subscriber has ended: see its traceback above"
+
     def kill_one(self, role: Callable[..., None], directory: Path, codec: str, seed: int) -> None:
         """Run one process until it is killed; it must not end otherwise."""
         random = np.random.default_rng([seed, 7])
         after = float(random.uniform(0, 0.1)) if random.random() < 0.5 else None
         k = int(random.integers(1, 60)) if after is None else None
         job = {"role": role.__name__, "directory": str(directory), "codec": codec, "seed": seed, "k": k, "after": after}
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        assert self._answer() == str(-signal.SIGKILL), f"{job}: the process did not end by SIGKILL"
+        assert self._ask(job) == str(-signal.SIGKILL), f"{job}: the process did not end by SIGKILL"
 
     def close(self) -> None:
         self._process.communicate()
@@ -247,10 +273,9 @@ def whole(store: Path) -> VerifyReport:
 def kill_publishers(server: Server, directory: Path, kills: int) -> dict[str, int]:
     """Kill publishers, of either codec in turn, while a subscriber follows; verify the history after every kill."""
     store = directory / "store"
-    follower = subprocess.Popen([sys.executable, __file__, "--role", "watch", "--directory", str(directory)])
     published: dict[int, str] = {}
     interrupted = 0
-    try:
+    with server.watching(directory):
         for seed in range(kills):
             server.kill_one(publish_until_killed, directory, CODECS[seed % 2], seed)
             if not (store / "manifests").exists():
@@ -262,13 +287,9 @@ def kill_publishers(server: Server, directory: Path, kills: int) -> dict[str, in
                 # Each version is what one attempt offered, whole, and it never changes.
                 assert (manifest.version, manifest.digest) in offered
                 assert published.setdefault(manifest.version, manifest.digest) == manifest.digest
-        assert follower.poll() is None, "the following subscriber has ended: see its traceback above"
         _undisturbed(store, published)
         newest = max(published)
         _until(lambda: any(line.get("version") == newest for line in lines(directory / SEEN)))
-    finally:
-        follower.kill()
-        follower.wait()
     seen = lines(directory / SEEN)
     assert not [line for line in seen if line.get("moved")], "a failed sync moved the weights"
     # Versions that were committed and pruned between two looks are in the ledger alone.
@@ -351,13 +372,10 @@ def test_killed_subscribers_end_in_the_newest_version(server: Server, tmp_path: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="of each kind (default 100)")
-    parser.add_argument("--role", choices=["serve", "watch"], help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["serve"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role == "serve":
         return serve()
-    if options.role == "watch":
-        return watch(options.directory)
     server = Server()
     for kill in (kill_publishers, kill_subscribers):
         with tempfile.TemporaryDirectory(prefix="pulse-rl-faults-") as scratch:
