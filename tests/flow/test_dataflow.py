@@ -56,9 +56,22 @@ def test_nothing_is_handed_out_before_every_policy_has_a_version() -> None:
     flow.begin("a", 0, 0)
     assert flow.take("w0") is None
     flow.begin("judge", 0, 0)
+    assert flow.take("w0") is not None
+
+
+def test_a_task_that_comes_back_names_no_version_of_a_policy_that_was_published_anew() -> None:
+    """Not even of one that is not trained: after a resume with a new view, the new version alone has it."""
+    flow = started("a", frozen=["judge"])
     task = flow.take("w0")
-    assert task is not None
-    assert task.versions == {"a": None, "judge": 0}
+    flow.resume()
+    flow.begin("a", 0, 1)
+    flow.begin("judge", 0, 1)
+    flow.register("w0", "builtin", 1, ["a", "judge"])
+    again = flow.take("w0")
+    assert again == task
+    assert again is not None
+    assert again.versions == {"a": None, "judge": None}
+    assert flow.heartbeat("w0", {}).versions == {"a": 1, "judge": 1}
 
 
 def test_policies_go_at_their_own_pace() -> None:

@@ -376,7 +376,8 @@ class Dataflow(StatusBoard):
         return max((source.lacking() for source in self._buffers.values()), default=0)
 
     def _new_task(self) -> Task:
-        versions = {name: None if name in self._buffers else v for name, v in self._state.newest().items()}
+        # Not even of a policy that is not trained: a run that is resumed may publish it anew, as all that can be read.
+        versions = dict.fromkeys(self._state.newest())
         return Task(self._state.next, self._state.choose(self._state.next), versions)
 
     def _versions_of(self, holder: Worker, task: Task) -> dict[str, int]:
