@@ -351,6 +351,16 @@ def test_resuming_keeps_the_recipe(tmp_path: Path) -> None:
         recipe_file.resumed(tmp_path)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_run_goes_on_with_the_views_that_it_had(tmp_path: Path, *, deterministic: bool) -> None:
+    """Its open round names versions that were published without another one: its workers would never read them."""
+    recipe = _load("math", f"out={tmp_path}/run", f"deterministic={str(deterministic).lower()}")
+    recipe_file.save(recipe)
+    assert recipe_file.resumed(recipe.directory, ["pools.0.workers=3"]).pools[0].workers == 3
+    with pytest.raises(ValueError, match="expected no other view") if deterministic else nullcontext():
+        assert recipe_file.resumed(recipe.directory, ["pools.0.view=fp8"]).pools[0].view == "fp8"
+
+
 def test_the_path_of_a_run_is_absolute_for_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = _load("math", "out=runs/x", "store=kept").with_absolute_paths()

@@ -321,7 +321,13 @@ def resumed(directory: Path, sets: Iterable[str] = ()) -> Recipe:
             )
         set_value(document, text)
     document["out"] = str(directory)
-    return check_recipe(parse(document))
+    recipe = check_recipe(parse(document))
+    if recipe.deterministic and {pool.view for pool in before.pools} != {pool.view for pool in recipe.pools}:
+        raise ValueError(
+            "pools.view: expected no other view than before with deterministic = true, as it would change the bits, "
+            "and the tasks of the open round name versions that have none of it"
+        )
+    return recipe
 
 
 def _may_change(key: str) -> bool:
