@@ -326,6 +326,20 @@ def test_a_count_that_steps_over_a_multiple_of_every_is_published_where_it_does(
     assert [version for version, _ in published(store)] == [0, 3, 5, 6, 7]
 
 
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_another_model_than_the_history_s_ends_the_training(on_error: Any) -> None:
+    """No later version of it could be published, as after its embeddings were resized."""
+    store, net = pulse.open_store("memory://"), torch.nn.Embedding(6, 2)
+    steps = StepPublisher(store, on_error=on_error)
+    steps.begin(net, 0, first=True, files=dict)
+    with pytest.raises(pulse.BaseMismatchError, match="of another shape"):
+        steps.step(torch.nn.Embedding(8, 2), 1)
+    again = StepPublisher(store, on_error=on_error)
+    with pytest.raises(pulse.BaseMismatchError, match="of another shape"):
+        again.begin(torch.nn.Embedding(8, 2), 0, first=True, files=dict)
+    assert [version for version, _ in published(store)] == [0]
+
+
 def test_shares_need_a_publisher_of_all_ranks(tmp_path: Path) -> None:
     run = trainer(tmp_path, Follower(), max_steps=1)
     half = pulse.Shard(torch.zeros(4), shape=(8,), flat_offset=0)

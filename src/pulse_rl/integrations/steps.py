@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pulse_rl import Publisher, PublishReport, Shard, Store
-from pulse_rl.errors import PulseError, one_line
+from pulse_rl.errors import BaseMismatchError, PulseError, one_line
 from pulse_rl.group.collectives import default_place
 from pulse_rl.integrations import deepspeed, fsdp
 from pulse_rl.kernels.cpu.beside import start_compiling
@@ -157,7 +157,7 @@ class StepPublisher:
         try:
             return work()
         except PulseError as error:
-            if self._on_error == "raise":
+            if self._on_error == "raise" or isinstance(error, BaseMismatchError):  # no later version could be published
                 raise
             log.warning("step %d: a version was not published: %s", step, one_line(error))
             return None
