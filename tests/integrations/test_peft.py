@@ -165,6 +165,19 @@ def test_plain_workers_follow_merged_weights() -> None:
         pulse.Subscriber(store).sync(weights)
 
 
+def test_merged_weights_are_the_same_where_the_caller_s_autocast_is_on() -> None:
+    model, worker, store = adapted(model=base(dtype=torch.float32)), base(), pulse.open_store("memory://")
+    publisher, subscriber = pulse.Publisher(store, cast="bfloat16"), pulse.Subscriber(store)
+    for version in range(2):
+        expected = copy.deepcopy(model).merge_and_unload().bfloat16().state_dict()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert bits(layout(merged_weights(model), "bfloat16")) == bits(expected)
+            publisher.publish(merged_weights(model), version=version)
+        subscriber.sync(worker)
+        assert bits(worker.state_dict()) == bits(expected)
+        change(model, seed=5 + version)
+
+
 def test_a_mapping_of_merged_weights_sees_which_adapters_are_active_and_how_much_of_each_is_added() -> None:
     model = adapted(target_modules=r"model\.layers\.0\.self_attn\.q_proj")  # one layer, which is kept merged
     model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
@@ -177,6 +190,16 @@ def test_a_mapping_of_merged_weights_sees_which_adapters_are_active_and_how_much
         assert seen[-1] == bits(copy.deepcopy(model).merge_and_unload().state_dict())
     assert seen[0] == seen[2]
     assert len({str(each) for each in seen}) == 3
+
+
+def test_layers_that_share_a_weight_are_merged_each_by_itself() -> None:
+    model = adapted(model=base(dtype=torch.float32), target_modules=["embed_tokens", "lm_head"])
+    plain, store = base(tie=False, dtype=torch.float32), pulse.open_store("memory://")
+    pulse.Publisher(store).publish(merged_weights(model), version=0)
+    pulse.Subscriber(store).sync(plain)
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
+    assert not torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight)
 
 
 def test_an_anchor_of_merged_weights_loads_as_a_plain_model(tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
     """Give the weights of the base model with adapters merged in, under its own names, for `Publisher.publish`.
 
     Bit for bit those of `merge_and_unload()`, which the model itself is spared: a layer with adapters is copied and
-    merged when it is read, and at most two merged layers are in memory. All other tensors are the live ones.
+    merged when it is read, and at most two merged layers are in memory. All other tensors are the live ones. Where
+    layers with adapters share a weight, as an embedding and its head, `merge_and_unload()` adds both to it. Here each
+    has a tensor of its own, as the model computes, so workers may not tie these.
 
     Args:
         model: A model of PEFT, or a Transformers model with adapters.
@@ -92,7 +94,7 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
 
     Raises:
         TypeError: The model has no adapter that can be merged, or sharded layers.
-        ValueError: A layer with adapters shares its weight with another layer, which merging would change too.
+        ValueError: A layer with adapters shares its weight with one without, which merging would change too.
         MissingExtraError: PEFT is not installed.
     """
     tuners = require("peft.tuners.tuners_utils", "peft")
@@ -194,7 +196,8 @@ class _MergedLayers:
     def _merge(self, layer: Any) -> dict[str, Any]:
         torch = require("torch", "torch")
         mine = copy.deepcopy(layer)
-        with torch.no_grad():
+        device = next(mine.parameters()).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):  # which is on in some of the threads that read
             if hasattr(mine, "unload_and_optionally_merge_module"):
                 merged = mine.unload_and_optionally_merge_module(
                     merge=True, safe_merge=False, adapter_names=self._adapters
