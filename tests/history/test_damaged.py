@@ -15,6 +15,7 @@ from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.restore import scratch
 from pulse_rl.log.beginning import FIRST
 from pulse_rl.store.base import Store
+from tests.history.parts import even, publish_parts
 from tests.store.through import Through
 
 Published: TypeAlias = tuple[Store, list[NDArray[np.uint16]]]
@@ -65,6 +66,19 @@ def test_verify_reports_a_wrong_beginning_and_goes_on(published: Published, cont
     assert FIRST in report.problems[0]
     assert report.good_versions == tuple(range(12))
     assert report.leftovers == ()
+
+
+def test_parts_whose_list_is_missing_are_no_leftovers(published: Published) -> None:
+    """They are the version's: what nothing names is called harmless, and a publisher whose patch it is may be asked."""
+    store, states = published
+    publish_parts(store, {"w": states[-1]}, {"w": states[-1] + 1}, even(3), 3)
+    (listed,) = [info.name for info in store.list("patches") if info.name.endswith("parts.json")]
+    store.delete(listed)
+    store.put("patches/000000000012-0123456789abcdef.safetensors", b"of a failed attempt")
+    report = verify(store)
+    assert report.bad_versions == (12,)
+    assert listed in report.problems[0]
+    assert report.leftovers == ("patches/000000000012-0123456789abcdef.safetensors",)
 
 
 def test_a_new_history_in_the_same_place_is_noticed(tmp_path: Path) -> None:

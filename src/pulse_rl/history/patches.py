@@ -57,7 +57,6 @@ class Fetched(NamedTuple):
 
     parts: list[Patch]
     nbytes: int  # that were read
-    names: tuple[str, ...]  # of its files; not of their list
 
     @property
     def first(self) -> Patch:
@@ -116,7 +115,7 @@ def fetch_patch(store: Store, ref: PatchObject, limit: int, share: Layout | None
     found = at_once(lambda part: _fetch_part(store, part, limit, share), refs, PARTS_AT_ONCE, "pulse-part")
     parts = [part for part, _ in found]
     _check_alike(ref, parts)
-    return Fetched(parts, listed + sum(nbytes for _, nbytes in found), tuple(part.name for part in refs))
+    return Fetched(parts, listed + sum(nbytes for _, nbytes in found))
 
 
 def has_share(fetched: Fetched, share: Layout) -> bool:

@@ -26,7 +26,7 @@ from pulse_rl.errors import (
 )
 from pulse_rl.history.follow import prove
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
+from pulse_rl.history.manifest import PARTS, Manifest, check_same_history, manifest_name, object_sequence
 from pulse_rl.history.patches import check_promised, fetch_patch
 from pulse_rl.history.reading import Effort, Reading
 from pulse_rl.history.restore import load_anchor, restore
@@ -124,8 +124,12 @@ class Walk:
         self._compare_weights()
         with suppress(CannotListError):  # what nothing refers to can only be found by listing
             listed = [o.name for folder in ("patches", "trails", "anchors") for o in self._history.store.list(folder)]
+            # The parts of a patch lie beside their list, which may be missing or damaged.
+            named = {name.removesuffix(PARTS) for name in self._named}
             self.leftovers = tuple(
-                name for name in listed if name not in self._named and object_sequence(name) not in self._unreadable
+                name
+                for name in listed
+                if not {name, f"{name.rpartition('/')[0]}/"} & named and object_sequence(name) not in self._unreadable
             )
 
     def leave_out_pruned(self) -> None:
@@ -196,7 +200,6 @@ class Walk:
         limit = limit_of(copy.tensors.nbytes if copy else manifest.full_nbytes)
         try:
             patch = fetch_patch(self._history.store, link.ref, limit)
-            self._named.update(patch.names)
             self.effort.nbytes += patch.nbytes
             if base is not None:
                 check_promised(patch, link, state_of(base), manifest.tied)
