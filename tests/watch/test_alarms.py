@@ -139,6 +139,22 @@ def test_a_store_is_judged_by_its_status(tmp_path: Path) -> None:
     assert [alarm.name for alarm in alarms_of_status(pulse.status(tmp_path))] == ["anchors"]
 
 
+def test_anchors_that_are_kept_permanently_are_not_the_usual_distance(tmp_path: Path) -> None:
+    """Every 10th anchor is kept: that they are 20 versions apart says nothing of the newest ones, which are 2 apart."""
+    publisher = pulse.Publisher(tmp_path, anchor_every=2, retain=8, keep_every=10, grace=0, codec="gap")
+    for step in range(81):
+        publisher.publish(weights(step), version=step)
+    assert alarms_of_status(pulse.status(tmp_path)) == ()
+    publisher = pulse.Publisher(tmp_path, anchor_every=100, codec="gap")
+    for step in range(81, 86):
+        publisher.publish(weights(step), version=step)
+    found = pulse.status(tmp_path)
+    assert found.listing is not None
+    assert found.listing.anchor_sequences[:4] == (0, 20, 40, 60)
+    (alarm,) = alarms_of_status(found)
+    assert alarm.sentence.startswith("no anchor for 5 versions, where 2 are usual")
+
+
 def test_a_subscriber_behind_its_bound_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     publisher = pulse.Publisher(tmp_path)
     publisher.publish(weights(0), version=0)

@@ -118,6 +118,9 @@ def alarms_of_status(info: Status, *, max_lag: int | None = None) -> tuple[Alarm
     """The alarms of a store. max_lag: the bound that `info` was judged by."""
     listing, recent = info.listing, info.recent
     anchors = listing.anchor_sequences if listing else ()
+    line = tuple(sequence for sequence in anchors if sequence >= info.first)
+    if len(line) > 2:  # those that `keep_every` keeps before it are further apart
+        anchors = line
     apart = [later - earlier for earlier, later in zip(anchors, anchors[1:], strict=False)]
     behind = [
         Behind(one.id, one.lag, max_lag)
