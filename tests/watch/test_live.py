@@ -201,6 +201,17 @@ def test_a_run_and_a_store_are_shown_as_they_are(tmp_path: Path) -> None:
     }
 
 
+def test_a_store_that_is_empty_keeps_none_of_the_others_from_scripts(tmp_path: Path) -> None:
+    """The document, as the live page, shows the other one; the exit code says that one cannot be read."""
+    pulse.Publisher(tmp_path / "full", codec="gap").publish({"w": np.zeros(10, np.uint16)}, version=3)
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(app, ["watch", "--json", str(tmp_path / "empty"), str(tmp_path / "full")])
+    empty, full = json.loads(done.stdout)
+    assert (empty["lines"][0]["verdict"], full["lines"][0]["version"], done.exit_code) == ("cannot be read", 3, 1)
+    assert "FileNotFoundError" in empty["details"]
+    assert CliRunner().invoke(app, ["watch", "--json", str(tmp_path / "full")]).exit_code == 0
+
+
 def test_a_store_shows_the_views_of_its_newest_version_with_their_bytes(tmp_path: Path) -> None:
     """Those of the version that was seen last, also where the looks between read the newest version alone."""
     weights = {"w.weight": torch.ones(64, 256, dtype=torch.bfloat16)}

@@ -48,7 +48,8 @@ def watch(
 
     On 127.0.0.1 it answers this machine alone; elsewhere, as on 0.0.0.0:8377,
     only who has the token in the address that it prints. With --json it looks
-    once, and prints a line of each history and what the page shows of it.
+    once, and prints a line of each history and what the page shows of it; exit
+    code 1 where one cannot be read.
 
     Example: pulse-rl watch runs/math s3://bucket/run-a
     """
@@ -56,10 +57,11 @@ def watch(
     with output.checking():
         sources = [_source(target, max_lag) for target in targets]
     if as_json:
-        for source in sources:
-            source.look()
-        output.emit([source.glance() for source in sources])
-        return
+        from pulse_rl.watch.live import UNREADABLE, look_at
+
+        glances = [look_at(source)[1] for source in sources]
+        output.emit(glances)
+        raise typer.Exit(int(any(line.verdict == UNREADABLE for one in glances for line in one.lines)))
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(sources, host, port))
 

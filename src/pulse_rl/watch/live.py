@@ -36,6 +36,7 @@ LOOK_S = 1.0  # between two looks at a source, at least
 SAVED_S = 20.0  # seconds: what looks have left of their share is kept for later ones for so long
 PACE = 100  # times as long as what costs much took, until it is made anew
 ALIVE_S = 15.0  # after which a reader is told that there is nothing new, so that one who is gone is noticed
+UNREADABLE = "cannot be read"  # the verdict of a source that is so
 log = logger(__name__)
 T = TypeVar("T")
 LOOPBACK = (HOST, "localhost", "::1")
@@ -57,7 +58,7 @@ class HistoryLine(msgspec.Struct, frozen=True):
 
 
 class Glance(msgspec.Struct, frozen=True):
-    """What a page shows, for scripts. details: the summary of a run, the status of a store."""
+    """What a page shows, for scripts. details: the summary of a run, the status of a store, or why it has none."""
 
     target: str
     lines: list[HistoryLine]
@@ -191,17 +192,23 @@ class LivePage:
             raise self._web.HTTPForbidden(text="the address that `pulse-rl watch` printed ends with ?token=…")
 
 
-def _look(source: Watched) -> tuple[Page, list[bytes], list[HistoryLine], float]:
-    """The page of a source, its blocks encoded, its lines, and the processor seconds that it took."""
-    began = time.thread_time()
+def look_at(source: Watched) -> tuple[Page, Glance]:
+    """The page of a source and what it shows, also of one that cannot be read: then the details say why."""
     try:
-        page, lines = source.look(), source.glance().lines
+        return source.look(), source.glance()
     except Exception as error:  # what is wrong with one source must not end the others
         if not isinstance(error, (PulseError, OSError, ValueError)):
             log.exception("%s cannot be shown", source.name)
-        page, lines = Page(source.name, ""), [HistoryLine(source.name, None, None, None, "cannot be read", ())]
-        page.points([f"cannot be read: {type(error).__name__}: {one_line(error)}"], alarm=True)
-    return page, _encoded(page.blocks), lines, time.thread_time() - began
+        page, reason = Page(source.name, ""), f"{UNREADABLE}: {type(error).__name__}: {one_line(error)}"
+        page.points([reason], alarm=True)
+        return page, Glance(source.name, [HistoryLine(source.name, None, None, None, UNREADABLE, ())], reason)
+
+
+def _look(source: Watched) -> tuple[Page, list[bytes], list[HistoryLine], float]:
+    """The page of a source, its blocks encoded, its lines, and the processor seconds that it took."""
+    began = time.thread_time()
+    page, glance = look_at(source)
+    return page, _encoded(page.blocks), glance.lines, time.thread_time() - began
 
 
 def _encoded(blocks: Sequence[PageBlock]) -> list[bytes]:
