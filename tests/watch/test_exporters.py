@@ -34,7 +34,7 @@ from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.service import Service
 from pulse_rl.engines.states import BUSY, EngineReport, EngineState, Failure, Follow
 from pulse_rl.observers import observe, tell, telling_failures
-from pulse_rl.watch.measurements import _PHASES, BUCKETS, METRICS, PHASES, Labels, Meter, run_name
+from pulse_rl.watch.measurements import _PHASES, BUCKETS, METRICS, PHASES, Labels, Measurement, Meter, run_name
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -411,3 +411,26 @@ def test_commands_have_the_option(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["mirror", *where, "--metrics", "0"])
     assert (done.exit_code, "metrics: http://127.0.0.1:" in done.stderr) == (0, True)
     assert CliRunner().invoke(app, ["mirror", *where, "--metrics", "all"]).exit_code == 2
+
+
+def test_a_relay_exports_what_it_publishes_under_the_store_that_it_publishes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that it reads and sends, by run."""
+    found: list[Measurement] = []
+    genuine = Meter.measure
+
+    def measure(meter: Meter, source: object, told: object) -> list[Measurement]:
+        found.extend(made := genuine(meter, source, told))
+        return made
+
+    monkeypatch.setattr(Meter, "measure", measure)
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    publisher = Publisher(source)
+    for version in (1, 2):
+        publisher.publish(weights(version), version=version)
+        done = CliRunner().invoke(app, ["relay", source, target, "--once", "--metrics", "0"])
+        assert done.exit_code == 0, done.output
+    nbytes = {(one.labels.worker, one.labels.run) for one in found if one.name == "pulse_payload_bytes_total"}
+    assert {run for worker, run in nbytes if worker == "publisher"} == {target}
+    assert ("subscriber", source) in nbytes

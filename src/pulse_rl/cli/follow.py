@@ -118,6 +118,7 @@ def follow(
     from pulse_rl.engines.client import absolute
     from pulse_rl.engines.follow import Manner
     from pulse_rl.engines.states import Follow
+    from pulse_rl.watch.measurements import run_name
 
     history, place = open_history(store, public_key, view)
     wanted = Follow(
@@ -130,7 +131,18 @@ def follow(
     manner = Manner(pause=pause.value, reset_caches=not keep_caches, poll=poll)
     with output.checking():
         engines = [_client(url, api_key, pause) for url in engine]
-    drive(history, wanted, engines, manner, once=once, timeout=timeout, metrics=metrics, track=track, as_json=as_json)
+    drive(
+        history,
+        wanted,
+        engines,
+        manner,
+        once=once,
+        timeout=timeout,
+        metrics=metrics,
+        track=track,
+        as_json=as_json,
+        run=run_name(history.store.url),  # however the engines reach it
+    )
 
 
 def drive(
@@ -144,8 +156,12 @@ def drive(
     metrics: str | None,
     track: str | None,
     as_json: bool,
+    run: str | None,
 ) -> None:
-    """Keep engines at the newest version until Ctrl-C, and show how they stand. The options are those of `follow`."""
+    """Keep engines at the newest version until Ctrl-C, and show how they stand. The options are those of `follow`.
+
+    run: as of `exporting`.
+    """
     from pulse_rl.engines.follow import Driver
     from pulse_rl.watch.measurements import run_name
     from pulse_rl.watch.trackers import UNUSUAL
@@ -154,9 +170,9 @@ def drive(
     with output.checking():
         driver = Driver(history, wanted, engines, manner=manner, notice=lambda seen: show.change(driver, seen))
     current = False
-    name = run_name(history.store.url)
-    tracked = tracking(track, UNUSUAL.sub("_", name).strip("/"), Path("runs") / "follow")
-    with exporting(metrics, run=name), tracked:
+    name = UNUSUAL.sub("_", run_name(history.store.url)).strip("/")
+    tracked = tracking(track, name, Path("runs") / "follow")
+    with exporting(metrics, run=run), tracked:
         driver.start()
         try:
             deadline = time.monotonic() + timeout

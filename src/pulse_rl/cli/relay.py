@@ -94,4 +94,5 @@ def relay(
         metrics=metrics,
         track=track,
         as_json=as_json,
+        run=None,  # what it reads is the source's, what it publishes is not
     )
