@@ -1,7 +1,8 @@
 """Real servers on loopback for the tests: S3 (moto, rclone), Azure (Azurite), the web (nginx, Python), and a `Line`.
 
-Each is a separate process, started when a test first needs it and ended with the test run. Tests of a server that
-`make setup` cannot install everywhere (Azurite needs npm, nginx a package of the system) are skipped with a message.
+Each but Python's is a separate process, started when a test first needs it and ended with the test run. Tests of a
+server that `make setup` cannot install everywhere (Azurite needs npm, nginx a package of the system) are skipped with a
+message.
 """
 
 import atexit
@@ -178,10 +179,10 @@ class _Ranges(SimpleHTTPRequestHandler):
 
 
 def web(root: Path) -> int:
-    """The port of a few lines of Python that serve a directory."""
-    port = free_port()
-    start([sys.executable, __file__, str(port), str(root)], port)
-    return port
+    """The port of a few lines of Python that serve a directory, in a thread: a process would take half a second."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Ranges, directory=str(root)))
+    threading.Thread(target=server.serve_forever, args=(3600,), daemon=True).start()  # seconds: nobody shuts it down
+    return int(server.server_address[1])
 
 
 class Line:
@@ -228,8 +229,3 @@ class Line:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         self._open -= {source, sink}
-
-
-if __name__ == "__main__":
-    handler = functools.partial(_Ranges, directory=sys.argv[2])
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), handler).serve_forever()
