@@ -23,7 +23,8 @@ def forking() -> ForkServerContext:
     """Processes forked from one that has imported torch already: four that are spawned take seconds to do it."""
     context = mp.get_context("forkserver")
     first_step = "torch._dynamo"  # which an optimizer imports: more than a second of each process
-    context.set_forkserver_preload(["torch.multiprocessing", first_step, "pulse_rl.loco.optimizer", "pytest"])
+    loaded = ["torch.multiprocessing", first_step, "pulse_rl.loco.optimizer", "tests.loco.preloaded", "pytest"]
+    context.set_forkserver_preload(loaded)
     return context
 
 
