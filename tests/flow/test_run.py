@@ -57,9 +57,9 @@ def test_a_run_that_was_killed_interrupted_and_resumed_has_the_bits_of_one_over_
 ) -> None:
     """Patches, through a death of each kind of process, Ctrl-C and --resume, against a run that had none of it."""
     out = tmp_path / "patch"
-    process = start(out, "--steps", "100000", "--workers", "2", *SETTINGS, *sets("checkpoint_every=5"))
+    process = start(out, "--steps", "100000", "--workers", "2", *SETTINGS, *sets("checkpoint_every=2"))
     try:
-        until(process, lambda: len(metrics.read(out)) > 6)
+        until(process, lambda: len(metrics.read(out)) > 2)
         assert exposed(process.pid) == set()
         dataflow, *others = (kill(f"{kind}Process", process.pid) for kind in ("Dataflow", "Trainer", "Rollout"))
         assert None not in others
@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_interrupted_and_resumed_has_the_bits_of_one_over_
         process.kill()
     assert process.returncode == 130, stderr
     lines = stderr.splitlines()
-    assert re.search(r"^the trainer died; it goes on from step \d*[05]$", stderr, re.MULTILINE)
+    assert re.search(r"^the trainer died; it goes on from step \d*[02468]$", stderr, re.MULTILINE)
     assert f"the dataflow (pid {dataflow}) died; it goes on from its journal" in lines
     assert any(re.match(r"worker-[01]\b.* died; starting again$", line) for line in lines)
     summary = json.loads(stdout)
