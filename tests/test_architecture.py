@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -77,10 +78,17 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
+@cache
+def _nodes(name: str) -> list[ast.AST]:
+    """Imports and classes of a module, wherever in it, and the module itself."""
+    kinds = (ast.Module, ast.ClassDef, ast.Import, ast.ImportFrom)
+    return [node for node in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(node, kinds)]
+
+
 def _imports(name: str) -> set[str]:
     """The modules that one imports: at its top, inside of a function, or for type checking alone."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in _nodes(name):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pulse_rl":
             module = node.module.removeprefix("pulse_rl").removeprefix(".")
             for alias in node.names:
@@ -113,7 +121,7 @@ def test_a_module_imports_only_lower_rooms(name: str) -> None:
 
 def _from_inside(name: str) -> set[str]:
     """The modules of the channel that a module imports from, past the public names."""
-    nodes = [node for node in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in _nodes(name) if isinstance(node, ast.ImportFrom)]
     modules = {(node.module or "").removeprefix("pulse_rl.") for node in nodes}
     return {module for module in modules if module.split(".")[0] in CHANNEL}
 
@@ -153,8 +161,8 @@ SHARED = {
 def test_no_two_classes_have_one_name() -> None:
     """Of the classes without an underscore, in or outside of another class."""
     homes: dict[str, list[str]] = {}
-    for module, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+    for module in MODULES:
+        for node in _nodes(module):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
     assert {name: found for name, found in homes.items() if len(found) > 1}.keys() == SHARED.keys()
@@ -162,4 +170,6 @@ def test_no_two_classes_have_one_name() -> None:
 
 @pytest.mark.parametrize("room", sorted(name for name, file in MODULES.items() if file.name == "__init__.py"))
 def test_a_room_says_what_happens_in_it(room: str) -> None:
-    assert ast.get_docstring(ast.parse(MODULES[room].read_text()))
+    module = _nodes(room)[0]
+    assert isinstance(module, ast.Module)
+    assert ast.get_docstring(module)
