@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pulse_rl as pulse
@@ -84,21 +85,20 @@ def test_scratch_files_for_which_there_is_no_room(
 
 
 KILLED = """
-import os, pulse_rl as pulse
+import os, numpy as np, pulse_rl as pulse  # without torch, which takes seconds
 from pulse_rl.history import restore
 restore.check_digest = lambda *_: os.kill(os.getpid(), 9)  # once the anchor is on the disk
-subscriber = pulse.Subscriber(os.environ["STORE"])
-subscriber.sync(subscriber.allocate())
+pulse.Subscriber(os.environ["STORE"]).sync({"w": np.zeros(1000, np.uint16)})
 """
 
 
 @pytest.mark.skipif(not disk.HAS_LOCKS, reason="no flock")
 def test_what_a_killed_process_leaves_is_deleted_by_the_next_one(
-    tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing else: what a living process is at work with stays, and so does what it has not made."""
     store, place = tmp_path / "store", tmp_path / "temporary"
-    pulse.Publisher(store).publish(cast(trainee), version=0)
+    pulse.Publisher(store).publish({"w": np.ones(1000, np.uint16)}, version=0)
     (place / "pulse-rl-run" / "files").mkdir(parents=True)
     (place / "pulse-rl-run" / "lock").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
@@ -109,7 +109,7 @@ def test_what_a_killed_process_leaves_is_deleted_by_the_next_one(
         assert killed.returncode == -signal.SIGKILL
         (left,) = set(place.iterdir()) - before
         assert [file for file in left.rglob("*.safetensors") if file.stat().st_size]
-        with pulse.Subscriber(store).stage(trainee.empty()):
+        with pulse.Subscriber(store).stage({"w": np.zeros(1000, np.uint16)}):
             assert not left.exists()
             assert len(list(place.iterdir())) == len(before) + 1
         assert living.is_dir()
