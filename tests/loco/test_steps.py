@@ -139,6 +139,33 @@ def compiled(group: Any, rank: int, size: int) -> None:
     assert bits(trainable(plain)) == bits(trainable(model))
 
 
+class Decaying(torch.optim.SGD):
+    """An optimizer whose step is that of its parent class, and a little more."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter *= 0.99
+        return found
+
+
+def step_of_a_parent_class(group: Any, rank: int, size: int) -> None:
+    """Counted once, when all of it is done, also where torch has put hooks around both; and after one that failed."""
+    model = Model()
+    for made in ("its own class alone", "its parent class too"):
+        if made == "its parent class too":
+            torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = Decaying(trainable(model).values(), lr=1e-3)
+        with pulse.PulseLoCo(model, optimizer, sync_every=2, group=group) as loco:
+            for step in range(4):
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step(lambda: 1 / 0)
+                inner_step(model, optimizer, rank, step)
+            assert (loco.round, loco.inner_steps) == (2, 0), made
+            assert loco.digest == pulse.digest(dict(trainable(model)))
+
+
 def compiled_step(group: Any, rank: int, size: int) -> None:
     """Its rounds end as those of a step that is not: after them the parameters are θ."""
     model = Model()
@@ -151,7 +178,16 @@ def compiled_step(group: Any, rank: int, size: int) -> None:
     assert loco.digest == pulse.digest(dict(trainable(model)))
 
 
-RUNS = [other_optimizers, wrapping_optimizers, nested, replaced_parameter, left, compiled, compiled_step]
+RUNS = [
+    other_optimizers,
+    wrapping_optimizers,
+    nested,
+    replaced_parameter,
+    left,
+    compiled,
+    compiled_step,
+    step_of_a_parent_class,
+]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -6,6 +6,7 @@ parameters, whose rounds would end in the same steps. An optimizer that wraps th
 the same step with it and is let through.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,6 +63,8 @@ class InnerSteps:
         self._stepping = True
 
     def _end(self, *_: object) -> None:
+        if _under_way(self._optimizer) > 1:
+            return  # the rest of the step follows
         self._stepping = False
         self._steps += 1
         self._stepped()
@@ -82,6 +85,19 @@ class InnerSteps:
                 f"of another {type(optimizer).__name__}, which no round would count: leave the context and make one "
                 "with that optimizer"
             )
+
+
+def _under_way(optimizer: torch.optim.Optimizer) -> int:
+    """How many calls of an optimizer's step are under way.
+
+    More than one where its class's step calls that of its parent class, and torch has put hooks around both.
+    """
+    hooked = getattr(type(optimizer).step, "__code__", None)  # the same around the step of every class
+    frame, found = sys._getframe().f_back, 0
+    while frame is not None:
+        found += frame.f_code is hooked and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return found
 
 
 def _before(*step: Any) -> None:
