@@ -170,7 +170,7 @@ def compiled_step(group: Any, rank: int, size: int) -> None:
     """Its rounds end as those of a step that is not: after them the parameters are θ."""
     model = Model()
     optimizer = adam(model)
-    optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign, assignment]
     with pulse.PulseLoCo(model, optimizer, sync_every=2, group=group) as loco:
         for step in range(4):
             inner_step(model, optimizer, rank, step)

@@ -43,7 +43,7 @@ class InnerSteps:
             self._handles: list[Any] = [
                 optimizer.register_step_pre_hook(self._begin),
                 # A compiled step is traced with its hooks, and no graph can hold a round.
-                optimizer.register_step_post_hook(torch.compiler.disable(self._end)),
+                optimizer.register_step_post_hook(torch.compiler.disable(self._end)),  # type: ignore[no-untyped-call]
             ]
         except AttributeError:  # Accelerate's, whose constructor is not torch's
             raise TypeError(
