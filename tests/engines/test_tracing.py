@@ -337,6 +337,22 @@ def test_a_tied_head_that_is_held_apart_is_refused_where_the_tie_is_not_known() 
     assert raised.value.name == "head"
 
 
+def test_an_anchor_that_is_damaged_where_it_fills_in_is_named(tmp_path: Path) -> None:
+    """Not the map, which is right: what the engine does not hold has other bits in the store."""
+    published = {**_published(), "rotary.inv_freq": _random(5)}
+    engine = _engine(published)
+    pulse.Publisher(tmp_path).publish(published, version=0)
+    (file,) = tmp_path.glob("anchors/*/model.safetensors")
+    bits = published["rotary.inv_freq"].view(torch.uint8).numpy().tobytes()
+    assert file.read_bytes().count(bits) == 1
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes().replace(bits, bits[::-1]))
+    subscriber = pulse.Subscriber(tmp_path, overwrite=False)
+    views = LiveViews.of(engine, engine.load_weights, subscriber.tensors())
+    with pytest.raises(pulse.IntegrityError, match="model.safetensors"):
+        views.prove(subscriber.history)
+
+
 @pytest.mark.parametrize("source", ["files", "anchor"])
 def test_a_tensor_that_the_engine_does_not_hold_is_kept_beside_it(tmp_path: Path, source: str) -> None:
     published = {**_published(), "rotary.inv_freq": _random(5)}

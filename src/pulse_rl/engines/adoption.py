@@ -18,7 +18,7 @@ from typing import Any
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.errors import FormatError, UnmappedError, one_line
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.anchor_share import read_headers, read_share
+from pulse_rl.history.anchor_share import prove_files, read_headers, read_share
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.reading import Reading
@@ -39,7 +39,7 @@ def prove(
 
     views: of live memory. kept: tensors in host memory for what the engine does not hold; filled here. checkpoint: the
     files that the engine has loaded. Returns the version of the history that they hold; None if they are proved by the
-    files. Raises UnmappedError where neither holds.
+    files. Raises UnmappedError where neither holds, IntegrityError where that is the anchor's fault.
     """
 
     def compare() -> tuple[str, bool]:
@@ -51,12 +51,18 @@ def prove(
     different, differing = ranks.do_and_share("compare the weights with the files", compare, bool, alike=True)
     source = None if any(differing) else checkpoint  # files that the rest differs from are of another version
     head = ranks.lead("find the newest version", history.newest, Manifest)
-    ranks.do("fill in what the engine does not hold", lambda: _fill(kept, history, head, source), alike=True)
+    filled = ranks.do("fill in what the engine does not hold", lambda: _fill(kept, history, head, source), alike=True)
     if not any(differing):
         return None
     live = HeldWeights(LiveWeights({**views, **kept}), ranks, None, {})
     state = recognise(Reading(history, ranks), live, head)
     if state is None:
+
+        def prove_anchor() -> None:  # what was read of it is proved by the digest alone, which the others share
+            if filled is not None:
+                prove_files(history.store, filled)
+
+        ranks.do("prove the anchor", prove_anchor, alike=True)
         files = different or "another rank's differ from the files"
         reason = f"they hold no version of {history.store.url} that patches lead from, and {files}"
         raise UnmappedError(f"the engine's weights are not those that the map says: {reason}", reason=reason)
@@ -84,8 +90,8 @@ def _difference(views: Mapping[str, Any], checkpoint: Path) -> str:
     return ""
 
 
-def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint: Path | None) -> None:
-    """Fill in what the engine does not hold: from these files, or from the newest anchor."""
+def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint: Path | None) -> Manifest | None:
+    """Fill in what the engine does not hold: from these files, or from the newest anchor, which is returned then."""
     targets = {name: as_bits(tensor) for name, tensor in kept.items()}
     if checkpoint is not None and targets:
         files = open_checkpoint(checkpoint)
@@ -94,9 +100,12 @@ def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint:
             if (found.dtype, tuple(found.shape)) == (targets[name].dtype, tuple(targets[name].shape)):
                 copy_bits(found, targets.pop(name))
     if targets:
-        stored, _ = read_headers(history.store, history.read(head.anchor_sequence))
+        anchor = history.read(head.anchor_sequence)
+        stored, _ = read_headers(history.store, anchor)
         with scratch() as directory:
             read, _ = read_share(history.store, stored, Layout(targets), directory)
             for name, target in targets.items():
                 for piece in pieces_of(read[name]):
                     copy_bits(piece.bits, target)
+        return anchor
+    return None
