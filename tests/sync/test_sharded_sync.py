@@ -1,6 +1,7 @@
 """Ranks that hold shares follow a history together: each reads its part, and all of them write or none."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -50,10 +51,13 @@ def drawn(version: int) -> dict[str, Any]:
 
 
 def history(directory: Path, *, versions: int = VERSIONS, codec: Any = "context", **options: Any) -> Path:
-    store = directory / "store"
-    publisher = pulse.Publisher(store, codec=codec, **options)
-    for version in range(versions):
-        publisher.publish(state(version), version=version)
+    """A history in this directory, a test's own. One with the same arguments is published once, and copied."""
+    store, made = directory / "store", directory.parent / f"history of {versions} by {codec} with {options}"
+    if not made.exists():
+        with pulse.Publisher(made, codec=codec, **options) as publisher:
+            for version in range(versions):
+                publisher.publish(state(version), version=version)
+    shutil.copytree(made, store)
     return store
 
 
