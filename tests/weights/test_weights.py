@@ -155,3 +155,12 @@ def test_elements_that_share_memory_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="share memory"):
         pulse.Subscriber(store).sync({"w": live.as_strided((3, 3), (1, 1))})
     assert live.tolist() == [5.0] * 5
+
+
+def test_bits_of_a_tensor_stay_those_of_its_memory() -> None:
+    """A parameter that gets other data, compared with what it held: an array is made only when elements are read."""
+    held = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    bits = as_bits(held)
+    held.data = torch.zeros(2, 3)
+    assert bits.read(0, 6).view(np.float32).tolist() == [0, 1, 2, 3, 4, 5]
+    assert bits.storage != as_bits(held).storage

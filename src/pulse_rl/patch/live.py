@@ -6,14 +6,20 @@ a patch gives the same memory different bits. Nothing here writes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.layout import OF_PATCH, Derives, HasLayout, Layout, Sides, compare_layouts, derived
 from pulse_rl.weights.overlap import pairs
 from pulse_rl.weights.pieces import pieces_of
@@ -23,6 +29,17 @@ Copies = Sequence[Bits]  # the live tensors behind one name: the first stands fo
 
 class Live(Derives, dict[str, Copies]):
     """The live tensors behind each name of a version."""
+
+
+class PlainPieces(NamedTuple):
+    """All pieces of live tensors, by their addresses. They lie in plain memory of one device."""
+
+    addresses: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    names: list[str]  # of their tensors
+    counters: NDArray[np.object_]  # of writes to them, each once, and None
+    counted: NDArray[np.int64]  # (pieces,) which of these is a piece's
+    device: Device
 
 
 def each_alone(tensors: Mapping[str, Bits]) -> Live:
@@ -110,8 +127,42 @@ def _memories(copies: Copies) -> Iterator[Bits]:
         yield from (piece.bits for piece in pieces_of(tensor) if piece.bits.size)
 
 
+def plain_pieces(live: Mapping[str, Copies]) -> PlainPieces | None:
+    """None unless all are plain memory of one device, and no tensor has copies."""
+    held = [(name, piece.bits) for name, copies in live.items() for bits in copies for piece in pieces_of(bits)]
+    found = [
+        (bits.address, name, bits) for name, bits in held if isinstance(bits, HostBits | TorchBits) and bits.contiguous
+    ]
+    if len(found) < len(held) or any(len(copies) > 1 for copies in live.values()):
+        return None
+    device, *more = {bits.device for _, _, bits in found} or {HOST}
+    if device is None or more:
+        return None
+    found.sort(key=itemgetter(0))
+    addresses = np.array([address for address, _, _ in found], np.int64)
+    ends = addresses + np.array([bits.size * bits.stored_itemsize for _, _, bits in found], np.int64)
+    counted = [bits.counter for _, _, bits in found]  # asked once: some make a new one for each who asks
+    counters = {counter: number for number, counter in enumerate(dict.fromkeys(counted))}
+    return PlainPieces(
+        addresses,
+        ends,
+        [name for _, name, _ in found],
+        np.fromiter(counters, object, len(counters)),
+        np.array([counters[counter] for counter in counted], np.int64),
+        device,
+    )
+
+
+def apart(live: Mapping[str, Copies]) -> bool:
+    """Whether no two tensors share memory, as far as their addresses tell: all lies one after another."""
+    pieces = derived(live, plain_pieces)
+    return pieces is not None and bool((pieces.ends[:-1] <= pieces.addresses[1:]).all())
+
+
 def shared_memory(live: Mapping[str, Copies]) -> list[tuple[str, str]]:
     """Pairs of tensors that are the same memory in the live weights; empty in the ordinary case."""
+    if apart(live):
+        return []
     owners: dict[object, str] = {}
     found = []
     for tensor, copies in live.items():
@@ -124,6 +175,8 @@ def shared_memory(live: Mapping[str, Copies]) -> list[tuple[str, str]]:
 
 def overlapping(live: Mapping[str, Copies]) -> bool:
     """Whether any tensors overlap in memory without being the same (a fused weight and slices of it)."""
+    if apart(live):
+        return False
     distinct = {bits.storage: bits for copies in live.values() for bits in _memories(copies)}
     return any(pairs(list(distinct.values())))
 

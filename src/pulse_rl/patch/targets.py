@@ -9,7 +9,7 @@ checks or writes many of them.
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pulse_rl.codecs.base import OldBits
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import MemoryRows
-from pulse_rl.patch.live import Copies, shared_memory
+from pulse_rl.patch.live import Copies, plain_pieces, shared_memory
 from pulse_rl.patch.segments import CACHED_PLACES, CutGroup, Entry, Segments
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
@@ -27,7 +27,7 @@ from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.host_bits import Counter
 from pulse_rl.weights.layout import derived
-from pulse_rl.weights.pieces import Pieces, pieces_of, place_view, within
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view, within
 
 
 class Target(NamedTuple):
@@ -86,6 +86,9 @@ def device_for(tensors: Iterable[Bits]) -> Device:
 
 def device_of(live: Mapping[str, Copies]) -> Device:
     """The device on which most elements of live tensors lie."""
+    pieces = derived(live, plain_pieces)
+    if pieces is not None:
+        return pieces.device
     return device_for(bits for copies in live.values() for bits in copies)
 
 
@@ -103,11 +106,11 @@ def spots_of(
     """
     columns = [np.empty((11, 0), np.int64)]
     for group in segments.groups:
-        alike: dict[tuple[Box, ...] | None, list[tuple[int, Sequence[_Plain]]]] = {}  # tensors by the boxes held
+        alike: dict[tuple[Box, ...] | None, list[tuple[int, Sequence[Any]]]] = {}  # tensors by the boxes held
         for member, number in enumerate(group.tensors):
             entry = segments.table[number]
             pieces = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()), device)
-            boxes = None if pieces is None else tuple(piece.box for piece in pieces)
+            boxes = None if pieces is None else tuple([piece.box for piece in pieces])
             alike.setdefault(boxes, []).append((member, pieces or ()))
         found = np.empty((11, len(group.places), len(group.tensors)), np.int64)
         kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
@@ -116,9 +119,9 @@ def spots_of(
             start, held, *how = (_lying_and_kept if kept else _lying)(group.places, shape, boxes)
             members = [member for member, _ in tensors]
             # Of each tensor and piece; the last column, which −1 finds, is for what is not held.
-            addresses = np.array([[*(piece.address for piece in pieces), 0] for _, pieces in tensors], np.int64)
-            times = np.array([[*(piece.times for piece in pieces), 0] for _, pieces in tensors], np.int64)
-            itemsizes = np.array([pieces[0].itemsize if pieces else 0 for _, pieces in tensors], np.int64)
+            addresses = np.array([[*(bits.address for _, bits, _ in some), 0] for _, some in tensors], np.int64)
+            times = np.array([[*(times for *_, times in some), 0] for _, some in tensors], np.int64)
+            itemsizes = np.array([some[0].bits.stored_itemsize if some else 0 for _, some in tensors], np.int64)
             offsets = np.where(held < 0, 0, start)
             found[0][:, members] = (addresses[:, held] + itemsizes[:, None] * offsets).T
             for column, values in zip(found[1:9], how, strict=True):
@@ -141,7 +144,6 @@ class Located(NamedTuple):
     old: OldBits  # of what `usable` marks. The live tensors are to be kept while it is used
     usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
     held: NDArray[np.bool_]  # whether this process holds an element
-    counters: Sequence[Sequence[Counter]] | None  # who counts writes to each tensor of the part; None for nobody
 
     def known(self, changing: NDArray[np.bool_], some: slice | NDArray[np.int64] = slice(None)) -> bool:
         """Whether all that changes of some of them lies where spots say, as far as it is held."""
@@ -165,46 +167,36 @@ def locate(live: Mapping[str, Copies], table: Sequence[Entry], groups: Sequence[
         tensor, place = segments.place(number)
         copies = live.get(table[tensor].name, ())
         held[number] = bool(copies) and holds(copies[0], place)
-    counters = [[*_counters(live.get(entry.name, ()))] for entry in table]
     return Located(
         spots,
         windows,
         OldBits(MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, None), device),
         usable,
         held,
-        counters if any(counters) else None,
     )
 
 
-def _counters(copies: Copies) -> Iterator[Counter]:
+def counters_of(copies: Copies) -> Iterator[Counter]:
+    """Who counts the writes to live tensors."""
     for bits in (piece.bits for copy in copies for piece in pieces_of(copy)):
         if isinstance(bits, HostBits | TorchBits) and bits.counter is not None:
             yield bits.counter
 
 
-class _Plain(NamedTuple):
-    """A piece whose elements lie one after another, on a device."""
-
-    box: Box
-    address: int
-    itemsize: int  # of an element in memory
-    times: int  # as `Piece.times`
-
-
-def _plain_pieces(entry: Entry, copies: Copies, device: Device) -> list[_Plain] | None:
-    """The pieces of a tensor; None unless all of them are plain and lie on this device."""
+def _plain_pieces(entry: Entry, copies: Copies, device: Device) -> Sequence[Piece] | None:
+    """The pieces of a tensor; None unless the elements of each lie one after another, on this device."""
     if len(copies) > 1:
         return None
     pieces = pieces_of(copies[0]) if copies else ()
-    found = [
-        _Plain(box, bits.address, bits.stored_itemsize, times)
-        for box, bits, times in pieces
-        if isinstance(bits, HostBits | TorchBits)
-        and bits.device is device
-        and bits.contiguous
-        and bits.dtype == entry.dtype
-    ]
-    return found if len(found) == len(pieces) else None
+    for _, bits, _ in pieces:
+        if (
+            not isinstance(bits, HostBits | TorchBits)
+            or bits.device is not device
+            or not bits.contiguous
+            or bits.dtype != entry.dtype
+        ):
+            return None
+    return pieces
 
 
 def _lying(places: Sequence[Box], shape: Shape, boxes: tuple[Box, ...] | None) -> NDArray[np.int64]:

@@ -6,7 +6,6 @@ Only what touches live memory is decoded. `plan` finds that out without decoding
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from threading import Lock
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from pulse_rl.patch.live import Copies, SharedMemory
 from pulse_rl.patch.overlay import Laid, Older, Overlay
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Segments, Table
-from pulse_rl.patch.targets import Located, device_of, locate
+from pulse_rl.patch.targets import Located, counters_of, device_of, locate
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
@@ -56,7 +55,6 @@ class Work:
     owners: NDArray[np.int64]  # (segments,) the tensor of each
     sizes: NDArray[np.int64]  # (segments,) elements of each
     changed: int  # how many elements change
-    counters: Sequence[Sequence[Counter]] | None  # who counts writes to each of the tensors; None for nobody
     keep: bool  # whether the changes stay in memory from proof to write
     device: Device  # whose kernels reach live memory
     spots: cpu.Spots | None = None  # where what is held of all of them lies there, if that is known
@@ -105,11 +103,11 @@ class Work:
 
     def counted(self) -> Iterator[Counter]:
         """Who counts the writes to the tensors that change, while the changes are in memory."""
-        if self.counters is None or not self.changes:
-            return iter(())
+        if not self.changes:
+            return
         changing = np.concatenate([found.counts for found in self.changes]) > 0
-        numbers = np.unique(self.owners[changing]).tolist()
-        return chain.from_iterable(map(self.counters.__getitem__, numbers))
+        for number in np.unique(self.owners[changing]).tolist():
+            yield from counters_of(self.tensors[number].live)
 
 
 def runs(works: Iterable[Work]) -> Iterator[list[Work]]:
@@ -249,7 +247,6 @@ def plan(
                 owners=owners[some],
                 sizes=sizes[some],
                 changed=changed,
-                counters=lying.counters,
                 keep=keep_all or budget >= 0,
                 device=device,
                 laid=laid,

@@ -6,7 +6,6 @@ each page is met several times. Where all of them are rows in plain memory, one 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,35 +15,23 @@ from pulse_rl.errors import IntegrityError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.parallel import sliced, spread
-from pulse_rl.patch.live import Copies
+from pulse_rl.patch.live import Copies, PlainPieces, plain_pieces
 from pulse_rl.patch.work import Lying
-from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.devices import HOST, Device
+from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.host_bits import Counter, count_writes, counted_by
 from pulse_rl.weights.layout import derived
-from pulse_rl.weights.pieces import pieces_of
 
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
 PART = 1 << 11  # changes of one part of a batch: those are read back before the next ones are written
 REACH = 1 << 31  # elements that the indices of one part span
 
 
-class _Pieces(NamedTuple):
-    """All pieces of live tensors, by their addresses. They lie in plain memory of one device."""
-
-    addresses: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    names: list[str]  # of their tensors
-    counters: NDArray[np.object_]  # of writes to them, each once, and None
-    counted: NDArray[np.int64]  # (pieces,) which of these is a piece's
-    device: Device
-
-
 class Ordered(NamedTuple):
     """Changes of plain memory of one width, piece after piece, in the order of memory."""
 
-    pieces: _Pieces
+    pieces: PlainPieces
     numbers: NDArray[np.int64]  # (k,) of the pieces that change
     addresses: NDArray[np.int64]  # (k,) that the indices count from
     edges: NDArray[np.int64]  # (k + 1,) where the changes of each begin, and the last one's end
@@ -143,7 +130,7 @@ def in_memory_order(
 
     None where that is not known to be faster: tensors alternate in memory, or changes lie too unevenly.
     """
-    pieces = derived(live, _pieces)
+    pieces = derived(live, plain_pieces)
     if pieces is None:
         return None
     found: list[Ordered] = []
@@ -156,33 +143,7 @@ def in_memory_order(
     return found
 
 
-def _pieces(live: Mapping[str, Copies]) -> _Pieces | None:
-    """None unless all are plain memory of one device, and no tensor has copies."""
-    held = [(name, piece.bits) for name, copies in live.items() for bits in copies for piece in pieces_of(bits)]
-    found = [
-        (bits.address, name, bits) for name, bits in held if isinstance(bits, HostBits | TorchBits) and bits.contiguous
-    ]
-    if len(found) < len(held) or any(len(copies) > 1 for copies in live.values()):
-        return None
-    device, *more = {bits.device for _, _, bits in found} or {HOST}
-    if device is None or more:
-        return None
-    found.sort(key=itemgetter(0))
-    addresses = np.array([address for address, _, _ in found], np.int64)
-    ends = addresses + np.array([bits.size * bits.stored_itemsize for _, _, bits in found], np.int64)
-    counted = [bits.counter for _, _, bits in found]  # asked once: some make a new one for each who asks
-    counters = {counter: number for number, counter in enumerate(dict.fromkeys(counted))}
-    return _Pieces(
-        addresses,
-        ends,
-        [name for _, name, _ in found],
-        np.fromiter(counters, object, len(counters)),
-        np.array([counters[counter] for counter in counted], np.int64),
-        device,
-    )
-
-
-def _of_width(lying: Lying, segment_sizes: NDArray[np.int64], pieces: _Pieces) -> Ordered | None:
+def _of_width(lying: Lying, segment_sizes: NDArray[np.int64], pieces: PlainPieces) -> Ordered | None:
     """The same for elements of one width, of which some change. segment_sizes: elements of each segment."""
     spots, counts, indices, values = lying
     used, itemsize = np.flatnonzero(counts), values.itemsize

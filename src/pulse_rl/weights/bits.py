@@ -184,18 +184,19 @@ def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
 
     if tensor.layout != torch.strided or tensor.is_nested or is_dtensor(tensor):
         raise TypeError(f"expected a dense, unsharded tensor, found {type(tensor).__name__} of layout {tensor.layout}")
-    if getattr(tensor, "ds_numel", tensor.numel()) != tensor.numel():  # DeepSpeed's mark on a parameter
+    size = tensor.numel()
+    if getattr(tensor, "ds_numel", size) != size:  # DeepSpeed's mark on a parameter
         raise TypeError(
             f"expected a whole tensor, found a parameter that DeepSpeed ZeRO stage 3 has partitioned, with "
-            f"{tensor.numel()} of its elements: publish pulse_rl.integrations.deepspeed.shards(engine) on every rank"
+            f"{size} of its elements: publish pulse_rl.integrations.deepspeed.shards(engine) on every rank"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError("expected a tensor that holds its own bits, found a lazily conjugated or negated view")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise TypeError("expected a tensor that holds data, found one on the meta device")
-    if tensor.numel() and not tensor.data_ptr():  # other kinds without data raise RuntimeError here
+    if size and not tensor.data_ptr():  # other kinds without data raise RuntimeError here
         raise TypeError(f"expected a tensor that holds data, found {type(tensor).__name__} without memory")
-    here = tensor.device.type == "cpu" and not devices.on_cuda(tensor)
+    here = tensor.is_cpu and not devices.on_cuda(tensor)
     if cast is not None and tensor.is_floating_point():
         target = getattr(torch, cast, None)
         if not isinstance(target, torch.dtype):
@@ -206,6 +207,4 @@ def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
             return TorchBits(tensor, target)
     if not here:
         return TorchBits(tensor)
-    dtype, itemsize = torch_dtype(tensor.dtype)
-    array = tensor.detach().view(getattr(torch, f"uint{8 * itemsize}")).numpy()
-    return HostBits(dtype, array, Counter.to(tensor))
+    return HostBits.of(tensor.detach(), torch_dtype(tensor.dtype)[0], Counter(tensor))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
-from operator import attrgetter, call
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -27,41 +26,63 @@ class Counter:
     """For which torch tensor the writes to some memory are counted, as torch counts its own.
 
     Then a backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
-    of: gives the tensor; None where it is gone.
+    tensor: it, or a weak reference to it.
     """
 
-    __slots__ = ("of",)
+    __slots__ = ("tensor",)
 
-    def __init__(self, of: Callable[[], torch.Tensor | None]) -> None:
-        self.of = of
+    def __init__(self, tensor: torch.Tensor | ref[torch.Tensor]) -> None:
+        self.tensor = tensor
 
-    @classmethod
-    def to(cls, tensor: torch.Tensor) -> Counter:
-        """For this tensor, which is kept."""
-        return cls(lambda: tensor)
+    def of(self) -> torch.Tensor | None:
+        """The tensor; None where it is gone."""
+        return self.tensor() if isinstance(self.tensor, ref) else self.tensor
 
 
 class HostBits:
     """Bits over an array in host memory, of any strides.
 
     counter: of writes; None where torch counts none.
+    contiguous: whether the elements lie one after another in row-major order.
     """
 
-    __slots__ = ("_address", "_rows", "array", "counter", "dtype", "flat", "itemsize", "shape", "size")
+    __slots__ = ("_address", "_held", "_rows", "contiguous", "counter", "dtype", "itemsize", "shape", "size")
 
     device = HOST
 
     def __init__(self, dtype: str, array: UIntArray, counter: Counter | None = None) -> None:
-        self.counter = counter
-        self.dtype = dtype
-        self.array = array
+        self.dtype, self.counter = dtype, counter
         self.shape: tuple[int, ...] = array.shape
-        self.size = int(array.size)
-        self.itemsize = int(array.itemsize)
-        # None if the elements do not lie one after another in row-major order.
-        self.flat: UIntArray | None = array.reshape(-1) if array.flags.c_contiguous else None
+        self.size, self.itemsize = int(array.size), int(array.itemsize)
+        self.contiguous = array.flags.c_contiguous
+        self._held: UIntArray | torch.Tensor = array
         self._address: int | None = None
         self._rows: UIntArray | None = None  # the same memory as (rows, run), where that is possible
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, dtype: str, counter: Counter) -> HostBits:
+        """Bits over a torch tensor without autograd's part.
+
+        Kernels take its address. An array takes longer to make than all the rest, and is made when one is asked for.
+        """
+        made = cls.__new__(cls)
+        made.dtype, made.counter = dtype, counter
+        made.shape, made.size, made.itemsize = tuple(tensor.shape), tensor.numel(), tensor.itemsize
+        made.contiguous = tensor.is_contiguous()
+        made._held, made._address, made._rows = tensor, tensor.data_ptr(), None
+        return made
+
+    @property
+    def array(self) -> UIntArray:
+        """The elements."""
+        if not isinstance(self._held, np.ndarray):
+            self._held = self._held.view(getattr(sys.modules["torch"], f"uint{8 * self.itemsize}")).numpy()
+        return self._held
+
+    @property
+    def flat(self) -> UIntArray | None:
+        """The elements one after another in row-major order; None if they do not lie so."""
+        return self.array.reshape(-1) if self.contiguous else None
 
     @property
     def rows(self) -> UIntArray | None:
@@ -125,20 +146,16 @@ class HostBits:
             count_writes(counted_by([self.counter]))
 
     @property
-    def contiguous(self) -> bool:
-        return self.flat is not None
-
-    @property
     def writable(self) -> bool:
-        return bool(self.array.flags.writeable) and (
-            self.flat is not None or not shares_elements(self.shape, self.array.strides, self.itemsize)
+        return (not isinstance(self._held, np.ndarray) or self._held.flags.writeable) and (
+            self.contiguous or not shares_elements(self.shape, self.array.strides, self.itemsize)
         )
 
     @property
     def address(self) -> int:
         """The address of the first element."""
         if self._address is None:
-            self._address = int(self.array.__array_interface__["data"][0])  # twice as fast as `ctypes.data`
+            self._address = int(self.array.__array_interface__["data"][0])
         return self._address
 
     @property
@@ -148,18 +165,18 @@ class HostBits:
 
     @property
     def storage(self) -> object:
-        return ("host", self.address, self.shape, self.array.strides, self.dtype)
+        return ("host", self.address, self.shape, None if self.contiguous else self.array.strides, self.dtype)
 
     @property
     def extent(self) -> tuple[object, int, int]:
-        if self.flat is not None:
-            return ("host", self.address, self.address + self.array.nbytes)
+        if self.contiguous:
+            return ("host", self.address, self.address + self.size * self.itemsize)
         return ("host", *np.lib.array_utils.byte_bounds(self.array))
 
 
 def counted_by(counters: Iterable[Counter]) -> list[torch.Tensor]:
     """The tensors for which they count."""
-    return [tensor for tensor in map(call, map(attrgetter("of"), counters)) if tensor is not None]
+    return [tensor for tensor in map(Counter.of, counters) if tensor is not None]
 
 
 def count_writes(tensors: list[torch.Tensor]) -> None:

@@ -50,7 +50,7 @@ class Kept:
             if same or _holds(weights, tensors):
                 if not same:  # writes are counted for other objects of the same memory from here on
                     for counter, tensor in zip(self._counters, holders.counted(), strict=True):
-                        counter.of = ref(tensor)
+                        counter.tensor = ref(tensor)
                 self.places = places
                 for stream in self._streams:
                     stream.ask()

@@ -129,6 +129,8 @@ class Layout(Derives, dict[str, Bits]):
 
     def called(self, known: Container[str] | None, tied: Mapping[str, str]) -> "Layout":
         """The same tensors under the names of a version, as `names_of` finds them."""
+        if not (self.tied or tied):
+            return self  # no other name than its own stands for a tensor
         names, further = names_of(self, self.tied, known, tied)
         return Layout(renamed(self, names), further)
 
@@ -319,13 +321,13 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
 
     expected, found: by tensor name. sides: how the error speaks of them.
     """
+    if expected.keys() == found.keys() and all(_kind(expected[name]) == _kind(found[name]) for name in expected):
+        return
     common = _once(expected.keys() & found.keys(), expected, found)
     missing = _once(expected.keys() - found.keys(), expected)
     unexpected = _once(found.keys() - expected.keys(), found)
     reshaped = [name for name in common if tuple(expected[name].shape) != tuple(found[name].shape)]
     retyped = [name for name in common if expected[name].dtype != found[name].dtype]
-    if not (missing or unexpected or reshaped or retyped):
-        return
     what, one, other, model, dtype = sides
     by_dtypes: dict[tuple[str, str], list[str]] = {}  # retyped only, by expected and found dtype
     for name in sorted(set(retyped) - set(reshaped)):
@@ -359,6 +361,10 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
         reshaped=reshaped,
         retyped=retyped,
     )
+
+
+def _kind(tensor: HasLayout) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _shown(tensor: HasLayout) -> str:

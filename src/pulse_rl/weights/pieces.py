@@ -250,7 +250,7 @@ def counted(bits: Bits, tensor: Any) -> Bits:
     """The same bits, whose writes torch counts for this tensor, which they are a part of."""
     if not isinstance(bits, HostBits) or bits.counter is None:
         return bits
-    return HostBits(bits.dtype, bits.array, Counter.to(tensor))
+    return HostBits(bits.dtype, bits.array, Counter(tensor))
 
 
 def place_view(tensor: Bits, place: Box) -> Bits:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class TorchBits:
         self._on_stream: Callable[[], AbstractContextManager[object]] = CallersStream(tensor.device)
         self.stored_itemsize = tensor.itemsize
         self.dtype, self.itemsize = torch_dtype(cast or tensor.dtype)
-        self.counter = Counter.to(tensor)
+        self.counter = Counter(tensor)
         self._take(_elements(tensor, cast))
 
     @classmethod
@@ -81,7 +81,7 @@ class TorchBits:
         made.dtype, made.itemsize = dtype, ITEMSIZES[dtype]
         made.stored_itemsize = made.itemsize
         tensor = device.empty(shape, _integers(made.itemsize), pinned=pinned)
-        made.counter = Counter.to(tensor)
+        made.counter = Counter(tensor)
         made._take(tensor)
         return made
 
@@ -329,7 +329,9 @@ def _cast(values: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
     return torch.where(asked.isnan(), signs | int(FORMATS[name].nan), bits)
 
 
+@cache  # asked of each tensor
 def torch_dtype(dtype: torch.dtype) -> tuple[str, int]:
+    """The name in safetensors, and the bytes of an element. Raises TypeError for a dtype that is not supported."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise TypeError(f"dtype {dtype} is not supported: expected one of {', '.join(DTYPES)}")
