@@ -1,5 +1,6 @@
 """Fixtures of several test modules."""
 
+import functools
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import typer.main
 
 import pulse_rl as pulse
 from pulse_rl.store.base import Store
@@ -32,6 +34,9 @@ hypothesis.settings.load_profile("pulse-rl")
 # Threads of torch that wait for each other spin; and bits do not depend on how many there are.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start
+
+# A command line is built anew for each call, in 60 milliseconds. A process makes one call, the tests a thousand.
+pytest.MonkeyPatch().setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
 
 # Ray gives its processes a low priority: beside other tests, a run would wait for minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
