@@ -28,6 +28,7 @@ from pulse_rl.folders.mirror import Mirror
 from pulse_rl.folders.names import FolderName
 from pulse_rl.folders.publish import Folders
 from pulse_rl.history.manifest import manifest_name
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from tests.conftest import Trainee
 from tests.history.test_status import command
 from tests.store.through import Through, failing, nothing
@@ -258,6 +259,22 @@ def test_a_run_begun_anew_with_later_versions_is_refused(run: Run, tmp_path: Pat
     with pytest.raises(ValueError, match="of another history"):
         once(run, tmp_path / "d")
     assert run.is_held(tmp_path / "d" / "current") == 0
+
+
+def test_a_run_begun_anew_that_passed_the_version_over_is_refused(run: Run, tmp_path: Path) -> None:
+    """It is pruned, but to a version before the one that the folder holds, which it never had."""
+    run.publish()
+    run.publish()
+    once(run, tmp_path / "d")  # version 2
+    shutil.rmtree(run.store)
+    with pulse.Publisher(run.store) as publisher:
+        for version in (0, 1):
+            publisher.publish(Trainee(seed=1).weights, version=version, anchor=True)
+        publisher.publish(Trainee(seed=2).weights, version=3, anchor=True)
+    delete_planned(publisher.history, Retention(2, grace=0).plan(publisher.history))
+    assert publisher.history.first() == 1
+    with pytest.raises(ValueError, match="of another history: the history never had it"):
+        once(run, tmp_path / "d")
 
 
 def test_another_history_with_as_many_versions_is_no_rest(run: Run, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pulse_rl.engines.states import During, EngineReport, EngineState, Follow, PauseMode, failed, failure_of
-from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.errors import IntegrityError, PulseError
 from pulse_rl.history.assets import read_assets
+from pulse_rl.history.history import digest_of
 from pulse_rl.history.operate.prune import GRACE_S
 from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.subscribe.subscriber import Subscriber
@@ -120,19 +121,14 @@ class Relay:
 
     def _require_same_history(self, subscriber: Subscriber, version: int) -> None:
         """Raise IntegrityError if the store holds a version of another history."""
-        history, expected = subscriber.history, None
-        try:
-            with suppress(VersionNotFoundError):
-                expected = history.find(version).digest
-            if expected is None and (first := history.first()) and history.read(first).version > version:
-                return  # it is pruned there
-        except (VersionNotFoundError, IntegrityError):  # empty or damaged: versions have to grow all the same
-            return
-        if expected != (found := self._publisher.digest):
+        history, found = subscriber.history, self._publisher.digest
+        expected = digest_of(history, version)
+        if expected not in (None, found):  # where nothing tells, versions have to grow all the same
+            there = f"has the digest {expected}, found {found}" if expected else "is missing"
             raise IntegrityError(
-                f"{self.url} holds another history: version {version} of {history.store.url} has the digest "
-                f"{expected}, found {found}; name another store",
-                expected=expected,
+                f"{self.url} holds another history: version {version} of {history.store.url} {there}; name another "
+                "store",
+                expected=expected or None,
                 found=found,
             )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pulse_rl.folders.directory import Directory, FolderMark, write_mark
 from pulse_rl.folders.looking import check_poll, look
 from pulse_rl.folders.names import FolderName
 from pulse_rl.history.assets import read_assets
+from pulse_rl.history.history import digest_of
 from pulse_rl.history.manifest import is_file_name
 from pulse_rl.log.signing import PublicKey
 from pulse_rl.logs import logger
@@ -121,18 +121,12 @@ class Mirror:
 
     def _check_same_history(self, held: FolderMark) -> None:
         """Raise ValueError if a finished folder holds a version of another history."""
-        history, found = self._subscriber.history, None
-        try:
-            with suppress(VersionNotFoundError):
-                found = history.find(held.version).digest
-            if found is None and history.first():
-                return  # it may be pruned: the digest of the next version decides
-        except IntegrityError:  # damaged: likewise
-            return
-        if found != held.digest:
+        found = digest_of(self._subscriber.history, held.version)
+        if found not in (None, held.digest):  # where nothing tells, the digest of the next version decides
+            expected = f"expected digest {found}, found {held.digest}" if found else "the history never had it"
             raise ValueError(
-                f"{self._directory.folder(held.version)} holds a version of another history: expected digest {found}, "
-                f"found {held.digest}; name another directory"
+                f"{self._directory.folder(held.version)} holds a version of another history: {expected}; name another "
+                "directory"
             )
 
     def _make(self, version: int) -> tuple[FolderMark, SyncReport]:

@@ -235,6 +235,17 @@ class History(Versions):
         self._trails: dict[tuple[State, ObjectRef], Trail] = {}
 
 
+def digest_of(history: History, version: int) -> str | None:
+    """The digest of a version. "" if the history never had it; None where nothing tells, as it is pruned or damaged."""
+    try:
+        with suppress(VersionNotFoundError):
+            return history.find(version).digest
+        first = history.first()
+        return None if first and history.read(first).version > version else ""
+    except (VersionNotFoundError, IntegrityError):  # there is no version at all, or it is damaged
+        return None
+
+
 def holds(store: Store, manifest: Manifest) -> bool:
     """Whether a store still holds a manifest that was committed: one request.
 
