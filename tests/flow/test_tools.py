@@ -78,7 +78,8 @@ def test_the_calculator_refuses(text: str) -> None:
 
 
 def _run(code: str, **limits: float) -> str:
-    return asyncio.run(Python(**limits)(code))  # type: ignore[arg-type]  # ints where they must be
+    """Unless the test says otherwise, a busy machine has half a minute."""
+    return asyncio.run(Python(**{"wall_s": 30.0} | limits)(code))  # type: ignore[arg-type]  # ints where they must be
 
 
 def _error(code: str, **limits: float) -> str:
@@ -103,7 +104,7 @@ def test_python_has_no_more_than_its_limits() -> None:
 
 
 def test_python_is_stopped_after_its_processor_time() -> None:
-    assert _error("while True: pass", cpu_s=1, wall_s=30) == "stopped after 1 s of processor time"
+    assert _error("while True: pass", cpu_s=1) == "stopped after 1 s of processor time"
 
 
 def test_python_is_stopped_on_the_clock() -> None:
