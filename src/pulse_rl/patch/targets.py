@@ -109,7 +109,7 @@ def spots_of(
         alike: dict[tuple[Box, ...] | None, list[tuple[int, Sequence[Any]]]] = {}  # tensors by the boxes held
         for member, number in enumerate(group.tensors):
             entry = segments.table[number]
-            pieces = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()), device)
+            pieces = None if entry.name in others else _pieces_on(entry, live.get(entry.name, ()), device)
             boxes = None if pieces is None else tuple([piece.box for piece in pieces])
             alike.setdefault(boxes, []).append((member, pieces or ()))
         found = np.empty((11, len(group.places), len(group.tensors)), np.int64)
@@ -183,7 +183,7 @@ def counters_of(copies: Copies) -> Iterator[Counter]:
             yield bits.counter
 
 
-def _plain_pieces(entry: Entry, copies: Copies, device: Device) -> Sequence[Piece] | None:
+def _pieces_on(entry: Entry, copies: Copies, device: Device) -> Sequence[Piece] | None:
     """The pieces of a tensor; None unless the elements of each lie one after another, on this device."""
     if len(copies) > 1:
         return None

@@ -92,16 +92,16 @@ class HostBits:
         return self._rows
 
     def read(self, start: int, stop: int) -> UIntArray:
-        if self.flat is not None:
-            return self.flat[start:stop]
+        if (flat := self.flat) is not None:
+            return flat[start:stop]
         if start == 0 and stop == self.size:
             return np.ascontiguousarray(self.array).reshape(-1)
         return self.array.flat[start:stop]
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
-        if self.flat is not None:
+        if (flat := self.flat) is not None:
             values = np.empty(len(indices), UINTS[self.itemsize])
-            cpu.gather(self.flat[start:], indices, values)
+            cpu.gather(flat[start:], indices, values)
             return values
         if start == 0 and self.rows is not None:
             values = np.empty(len(indices), UINTS[self.itemsize])
@@ -110,8 +110,8 @@ class HostBits:
         return self.array.flat[start + indices.astype(np.int64)]
 
     def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
-        if self.flat is not None:
-            cpu.scatter(self.flat[start:], indices, values)
+        if (flat := self.flat) is not None:
+            cpu.scatter(flat[start:], indices, values)
         elif start == 0 and self.rows is not None:
             cpu.scatter_rows(self.rows, indices, values)
         else:
@@ -120,8 +120,8 @@ class HostBits:
 
     def write(self, start: int, values: UIntArray) -> None:
         stop = start + len(values)
-        if self.flat is not None:
-            self.flat[start:stop] = values
+        if (flat := self.flat) is not None:
+            flat[start:stop] = values
         elif len(values) == self.size:
             self.array[...] = values.reshape(self.shape)
         else:
@@ -155,7 +155,7 @@ class HostBits:
     def address(self) -> int:
         """The address of the first element."""
         if self._address is None:
-            self._address = int(self.array.__array_interface__["data"][0])
+            self._address = int(self.array.__array_interface__["data"][0])  # twice as fast as `ctypes.data`
         return self._address
 
     @property
@@ -231,9 +231,9 @@ class ArrayCastBits:
 
     def floats(self, start: int, stop: int) -> NDArray[np.float32] | None:
         """The elements before the cast, if they are float32 one after another, and the cast is to bfloat16."""
-        if not self.narrows or self._source.flat is None:
+        if not self.narrows or (flat := self._source.flat) is None:
             return None
-        return self._source.flat[start:stop].view(np.float32)
+        return flat[start:stop].view(np.float32)
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         return cast_array(self._source.gather(start, indices).view(self._floats), self._cast)
