@@ -314,6 +314,9 @@ def test_a_head_that_the_engine_ties_and_passes_over_is_followed_until_it_differ
     engine = Tied(apart=False, skips=True)
     engine.load_weights(published.items())
     subscriber = pulse.Subscriber(tmp_path / "history", overwrite=False)
+    with pytest.raises(pulse.UnmappedError, match="'head' cannot .* ties it to 'embed', .* several ranks") as raised:
+        LiveViews.of(engine, engine.load_weights, subscriber.tensors())  # nothing would compare the two
+    assert raised.value.name == "head"
     views = LiveViews.of(engine, engine.load_weights, subscriber.tensors(), alone=True)
     assert (views.ignored, views._kept) == ((), {})
     assert views.prove(subscriber.history, tmp_path / "model" if files else None) == (None if files else 0)

@@ -60,8 +60,8 @@ class LiveViews:
         tensors: of the history, by name. tied: its further names of tensors → the name that stands for them; an engine
         may hold them apart. derived: what the engine has computed from its weights. alone: whether this process holds
         all of the model. Then small tensors that the loader computes with are kept beside the engine, and given to the
-        loader again; and one that it passes over because the engine ties it to another is that other's memory. Raises
-        UnmappedError, which names what cannot be followed in place, and why.
+        loader again; and one that it passes over because the engine ties it to another is that other's memory;
+        several processes refuse it. Raises UnmappedError, which names what cannot be followed in place, and why.
         """
         further = {alias: tensors[owner] for alias, owner in (tied or {}).items() if owner in tensors}
         named = {**tensors, **further}
@@ -82,8 +82,16 @@ class LiveViews:
                 copies.setdefault(copy.name, []).append(copy)
         owners = {storage_of(owner): owner for owner in (*model.buffers(), *model.parameters())}
         views = {name: _view(name, named[name], copies[name], owners) for name in named if name in copies}
-        if alone:  # a subscriber refuses a version that has other bits for the two; that of several ranks knows no such
-            views |= {name: views[owner] for name, owner in _passed_over(model, found, tensors) if owner in views}
+        for name, owner in _passed_over(model, found, tensors):
+            if not alone:  # a subscriber of several ranks cannot tell whether a version has the same bits for the two
+                raise unmapped(
+                    f"tensor {name!r}",
+                    f"the engine ties it to {owner!r}, and the history holds the two apart. An engine of several ranks "
+                    'needs a checkpoint that has both, and whose config.json says "tie_word_embeddings": false',
+                    name,
+                )
+            if owner in views:
+                views[name] = views[owner]  # a subscriber refuses a version that has other bits for the two
         unheld = {name: spec for name, spec in tensors.items() if name not in views and name not in sources}
         kept = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for name, spec in unheld.items()}
         return cls(views, {**kept, **sources}, Rebuilding([*again, *derived]), tuple(kept))

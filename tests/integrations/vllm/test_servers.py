@@ -23,6 +23,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import pulse_rl as pulse
 from pulse_rl.engines.client import EngineClient
@@ -375,6 +376,25 @@ def test_two_ranks_of_tensor_parallelism_all_or_none(trainer: Trainer, servers: 
     assert (report.version, state.version, state.digest, state.ranks) == (3, 3, trainer.digest, 2)
     assert client.verify() == trainer.digest
     assert server.outputs() != old
+
+
+def test_two_ranks_that_tie_their_head_refuse_a_history_that_has_one(
+    trainer: Trainer, servers: list[Server], tmp_path: Path
+) -> None:
+    files = trainer.checkpoint()
+    config = json.loads((files / "config.json").read_text())
+    (files / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = load_file(files / "model.safetensors")
+    del tensors["lm_head.weight"]  # with it vLLM itself would hold the two apart
+    save_file(tensors, files / "model.safetensors", {"format": "pt"})
+    server = Server(files, tmp_path / "log", arguments=("--tensor-parallel-size", "2"))
+    servers.append(server)
+    server.wait()
+    client = EngineClient(server.url)
+    client.follow(trainer.store)
+    with pytest.raises(EngineError, match="'lm_head.weight' cannot be followed in place: the engine ties it") as caught:
+        client.update()
+    assert caught.value.kind == "UnmappedError"
 
 
 def test_an_engine_in_process_stages_while_it_generates(
