@@ -16,15 +16,15 @@ from typing import NamedTuple
 import msgspec
 
 from pulse_rl.codecs.choose import Chooser, Trial
-from pulse_rl.errors import IntegrityError
 from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.anchor import check_digest
 from pulse_rl.history.trail import State
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
-from pulse_rl.patch.encode import EncodedPatch, FoundChanges, find
-from pulse_rl.patch.live import each_alone
-from pulse_rl.patch.overlay import Overlay, Recorder
+from pulse_rl.patch.encode import Coded, EncodedPatch, FoundChanges, find
+from pulse_rl.patch.live import Live, each_alone
+from pulse_rl.patch.overlay import Older, Overlay, Recorder
 from pulse_rl.patch.since import Known
 from pulse_rl.sync.publish.baseline import KeptOn, clone
 from pulse_rl.sync.publish.successor import check_parts
@@ -36,6 +36,9 @@ from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.layout import Layout, derived
 
 log = logger(__name__)
+
+_NOT_COLLECTED = "the weights differ from the version before in elements that were not collected"
+_NEXT_SENDS_ALL = ": something other than the optimizer's cast has written to them; the next send sends all bits"
 
 
 class Base(NamedTuple):
@@ -144,8 +147,8 @@ class Encoder:
         def find_all() -> NewVersion:
             (mine, replaced), found = ranks.do_and_share("find changes", find_mine, _Found)
             _require_equal_replicas(ranks, share, found)
-            if count and (counted := sum(one.base for one in found) & digests.MASK) != before:
-                raise _not_collected(base.state.digest, digests.to_hex(counted))
+            if count:
+                check_digest(_NOT_COLLECTED, base.state.digest, sum(one.base for one in found), _NEXT_SENDS_ALL)
             gained, changes = (sum(getattr(one, name) for one in found) for name in ("delta", "changes"))
             return NewVersion(
                 digests.to_hex(before + gained),
@@ -179,29 +182,41 @@ class Encoder:
     def _candidates(self, uncoded: Uncoded) -> dict[Trial, tuple[EncodedPatch, Application]]:
         """The patch by each codec that is worth a try."""
         ranks, (base, version, mine, gained, _) = self._ranks, uncoded
-        before = int(base.state.digest, 16)
 
         def prove_mine() -> tuple[list[tuple[EncodedPatch, Application]], list[Trial]]:
             live = derived(base.tensors, each_alone)
             parts, trials = [], []
             for coded in mine.code():
                 start = time.perf_counter()
-                patch = coded.finish(
-                    base=base.state.version,
-                    target=version,
-                    base_digest=before,
-                    target_digest=before + gained,
-                    part=ranks.rank,
-                    parts=ranks.size,
-                )
-                application = Application(patch_format.unpack(patch.data), live)
-                application.prove(before, partial(operator.add, gained - mine.delta))
+                patch, application = prove_part(coded, base.state, version, gained, ranks, live)
                 parts.append((patch, application))
                 trials.append(Trial(coded.codec, len(patch.data), coded.encode_s, time.perf_counter() - start))
             return parts, trials
 
         parts, tried = ranks.do_and_share("prove a patch", prove_mine, list[Trial])
         return dict(zip([_together(trials) for trials in zip(*tried, strict=True)], parts, strict=True))
+
+
+def prove_part(
+    coded: Coded, base: State, version: int, gained: int, ranks: Ranks, live: Live, before: Older | None = None
+) -> tuple[EncodedPatch, Application]:
+    """This rank's part of a coded patch, proved to lead from the base to a version, and what writes it.
+
+    gained: what the digest gains over all ranks. live, before: as of `Application`. Raises IntegrityError if the patch
+    does not lead there.
+    """
+    digest = int(base.digest, 16)
+    patch = coded.finish(
+        base=base.version,
+        target=version,
+        base_digest=digest,
+        target_digest=digest + gained,
+        part=ranks.rank,
+        parts=ranks.size,
+    )
+    application = Application(patch_format.unpack(patch.data), live, before=before)
+    application.prove(digest, partial(operator.add, gained - coded.found.delta))
+    return patch, application
 
 
 def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> NewVersion:
@@ -223,15 +238,6 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn | None) -> NewVersion
     _require_equal_replicas(ranks, share, found)
     digest, nonfinite = digests.to_hex(sum(one.delta for one in found)), sum(one.nonfinite for one in found)
     return NewVersion(digest, 0, nonfinite, _spoilt(found), time.perf_counter() - start, copy)
-
-
-def _not_collected(expected: str, found: str) -> IntegrityError:
-    return IntegrityError(
-        f"the weights differ from the version before in elements that were not collected: expected digest {expected}, "
-        f"found {found}: something other than the optimizer's cast has written to them; the next send sends all bits",
-        expected=expected,
-        found=found,
-    )
 
 
 def _require_equal_replicas(ranks: Ranks, share: Share, found: Sequence[_Found]) -> None:

@@ -91,15 +91,14 @@ def nonfinite_warning(manifest: Manifest, spoilt: str) -> str | None:
 
 def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishReport:
     """The report of a version. delivered: None while it is in flight."""
-    new, encoded = attempt.new, delivered.encoded if delivered else None
-    manifest = delivered.manifest if delivered else attempt.manifest
+    pending, delivered = delivered is None, delivered or Delivered(attempt.manifest, None, 0, 0.0, 0.0, None)
+    new, encoded, manifest = attempt.new, delivered.encoded, delivered.manifest
     patch_nbytes = manifest.patch.total_nbytes if manifest.patch else 0
-    skip_nbytes = delivered.skip_nbytes if delivered else 0
-    sent_nbytes = skip_nbytes + sum(
+    sent_nbytes = delivered.skip_nbytes + sum(
         one.anchor_nbytes + (one.patch.total_nbytes if one.patch else 0) + (one.trail.nbytes if one.trail else 0)
         for one in manifest.each_view()
     )
-    warnings = nonfinite_warning(manifest, new.spoilt), delivered.warning if delivered else None
+    warnings = nonfinite_warning(manifest, new.spoilt), delivered.warning
     return PublishReport(
         version=manifest.version,
         base=attempt.base.version if attempt.base else None,
@@ -111,18 +110,18 @@ def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishRepo
         density=new.changes / manifest.elements if manifest.elements else 0.0,
         full_nbytes=manifest.full_nbytes,
         patch_nbytes=patch_nbytes,
-        pending=delivered is None,
+        pending=pending,
         anchor_nbytes=manifest.anchor_nbytes,
-        skip_nbytes=skip_nbytes,
-        sent_nbytes=sent_nbytes if delivered else 0,
+        skip_nbytes=delivered.skip_nbytes,
+        sent_nbytes=sent_nbytes,
         group_nbytes=attempt.clock.group_nbytes,
         reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
         cast_s=new.cast_s,
         diff_s=new.uncoded.mine.diff_s if new.uncoded else 0.0,
         encode_s=encoded.patch.encode_s if encoded else 0.0,
         prove_s=encoded.prove_s if encoded else 0.0,
-        put_s=delivered.put_s if delivered else 0.0,
-        skip_s=delivered.skip_s if delivered else 0.0,
+        put_s=delivered.put_s,
+        skip_s=delivered.skip_s,
         total_s=attempt.clock.seconds,
         warning="; ".join(filter(None, warnings)) or None,
         metadata=manifest.metadata,

@@ -7,17 +7,15 @@ committed. The trail of the next version lists them. Reading them is `history.tr
 from dataclasses import dataclass, field
 
 from pulse_rl.codecs.base import Codec
-from pulse_rl.errors import IntegrityError
 from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.anchor import check_digest
 from pulse_rl.history.trail import SPANS, State
 from pulse_rl.patch import encode
-from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch
-from pulse_rl.patch.format import unpack
 from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Older, Overlay
 from pulse_rl.patch.since import Since
-from pulse_rl.weights import digests
+from pulse_rl.sync.publish.encoding import prove_part
 from pulse_rl.weights.layout import Layout
 
 MAX_OVERLAY = 1 / 2  # of the model's bytes; a larger overlay is dropped, and its window is empty until the next begins
@@ -102,24 +100,7 @@ def prove_skip(
 
     delta: what the digest gains, added up over all ranks.
     """
-    before = int(base.digest, 16)
-    reached = digests.to_hex(before + delta)
-    if reached != target.digest:
-        raise IntegrityError(
-            f"the patch from version {base.version} to {target.version}: expected that it leads to digest "
-            f"{target.digest}, found {reached}",
-            expected=target.digest,
-            found=reached,
-        )
-    patch = coded.finish(
-        base=base.version,
-        target=target.version,
-        base_digest=before,
-        target_digest=before + delta,
-        part=ranks.rank,
-        parts=ranks.size,
-    )
+    what = f"the patch from version {base.version} to {target.version}"
+    check_digest(what, target.digest, int(base.digest, 16) + delta)
     older = Older(lambda: overlay, lambda: {name: [bits] for name, bits in overlay.over(newest).items()})
-    application = Application(unpack(patch.data), newest.derived(each_alone), before=older)
-    application.prove(before, lambda mine: mine + delta - coded.found.delta)
-    return patch
+    return prove_part(coded, base, target.version, delta, ranks, newest.derived(each_alone), older)[0]
