@@ -576,6 +576,22 @@ def test_tied_tensors_that_ranks_hold_apart(ranks: Ranks, tmp_path: Path, how: s
     assert good(ranks(tied, 2, tmp_path, how)) == ["patches", "patches"]
 
 
+def tied_twice(group: Any, rank: int, size: int, store: Path) -> None:
+    live = {name: torch.zeros(8, 8) for name in (("a", "c") if rank == 0 else ("b", "d"))}
+    subscriber = pulse.Subscriber(store, group=group)
+    subscriber.sync(live)
+    if rank == 1:
+        live["d"].numpy()[0, 0] += 1
+    with pytest.raises(pulse.IntegrityError, match="a tensor tied to 'c' differs"):
+        subscriber.verify(live)
+
+
+def test_of_several_tied_tensors_the_one_that_differs_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    one, other = torch.arange(64.0).reshape(8, 8), torch.ones(8, 8)
+    pulse.Publisher(tmp_path).publish({"a": one, "b": one, "c": other, "d": other}, version=0)
+    good(ranks(tied_twice, 2, tmp_path))
+
+
 def tied_here(group: Any, rank: int, size: int, store: Path) -> None:
     both = torch.zeros(96, 32)
     with pytest.raises(pulse.BaseMismatchError, match="'head' is tied to 'embed' in these weights"):

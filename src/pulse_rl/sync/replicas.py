@@ -1,4 +1,4 @@
-"""Replicas: the same elements on several ranks, which must have equal bits.
+"""Replicas, the same elements on several ranks, and copies of tied tensors: both must have equal bits.
 
 The digest, as `shares` counts it, proves replicas too. Here is what finds those that differ, and names them.
 """
@@ -15,7 +15,8 @@ from pulse_rl.sync.share_plan import MAX_NBYTES
 from pulse_rl.sync.shares import Share, bits_of_pieces
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, differ
-from pulse_rl.weights.pieces import Piece, pieces_of
+from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
 
 
 def replica_digests(share: Share, rank: int) -> dict[str, int]:
@@ -62,6 +63,30 @@ def unequal_replicas(ranks: Ranks, share: Share, found: Sequence[Mapping[str, in
         f"equal ones on ranks {all_of_them}",
         ranks=numbers,
     )
+
+
+def unequal_copies(ranks: Ranks, held: Layout, tied: Mapping[str, str]) -> list[str]:
+    """The copies of tied tensors whose bits are not those of the tensors that they are tied to. A collective.
+
+    held: as of `Share`. tied: the copies → these tensors, alike on all ranks. Whole tensors of one process are compared
+    bit for bit; else the digests of all ranks' pieces, each replica too.
+    """
+
+    if not tied:
+        return []
+
+    def terms() -> list[int]:  # of each copy 0 if it is equal here; else what this rank adds to their difference
+        return [_difference(owner, held.get(alias), held.get(owner)) for alias, owner in tied.items()]
+
+    found = ranks.share("compare tied tensors", terms, list[int], alike=True)
+    return [alias for alias, *added in zip(tied, *found, strict=True) if sum(added) & digests.MASK]
+
+
+def _difference(name: str, one: Bits | None, other: Bits | None) -> int:
+    if one is None or other is None or isinstance(one, Pieces) or isinstance(other, Pieces):
+        a, b = (digests.state_digest({name: bits}) if bits is not None else 0 for bits in (one, other))
+        return (a - b) & digests.MASK
+    return int(differ(one, other))
 
 
 def _differing(found: Sequence[Mapping[str, int]]) -> tuple[int, int, str] | None:

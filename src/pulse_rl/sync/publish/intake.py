@@ -21,15 +21,15 @@ from pulse_rl.history.restore import no_room
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.sync.publish.successor import check_metadata
+from pulse_rl.sync.replicas import unequal_copies
 from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.sync.shares import Share, layout_fingerprint, share_of
-from pulse_rl.weights import digests, streamed
-from pulse_rl.weights.bits import Bits, differ
+from pulse_rl.weights import streamed
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.casts import cast_name
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.names import refuse_adapters
-from pulse_rl.weights.pieces import Pieces
 
 if TYPE_CHECKING:
     import torch
@@ -162,8 +162,8 @@ def _check_ties(tied: Mapping[str, str] | None) -> dict[str, str]:
 def without_copies(ranks: Ranks, share: Share, tied: Mapping[str, str]) -> Share:
     """The same share without the copies of tensors that are to be published once. A collective.
 
-    tied: the copies → the tensors that they equal. One of both may be absent. Whole tensors of one process are compared
-    bit for bit; else the digests of all ranks' pieces, each replica too. Raises ValueError or IntegrityError.
+    tied: the copies → the tensors that they equal. One of both may be absent. Raises ValueError, and IntegrityError for
+    copies that differ.
     """
     if not tied:
         return share
@@ -179,25 +179,10 @@ def without_copies(ranks: Ranks, share: Share, tied: Mapping[str, str]) -> Share
             )
         if alias in ties and ties[alias] != ties.get(owner, owner):
             raise ValueError(f"tied: expected {alias!r} tied to {owner!r}, found it tied to {ties[alias]!r}")
-    found = ranks.share("compare tied tensors", lambda: _terms(share.held, copies), dict[str, int]) if copies else []
-    for alias, owner in copies.items():
-        if sum(one[alias] for one in found) & digests.MASK:
-            raise IntegrityError(
-                f"tensor {alias!r}: expected the bits of {owner!r}, which it is tied to by tied=…, found other ones: "
-                "give equal tensors, or a Publisher without tied=… and a new store; nothing was published",
-                name=alias,
-            )
+    for alias in unequal_copies(ranks, share.held, copies):
+        raise IntegrityError(
+            f"tensor {alias!r}: expected the bits of {copies[alias]!r}, which it is tied to by tied=…, found other "
+            "ones: give equal tensors, or a Publisher without tied=… and a new store; nothing was published",
+            name=alias,
+        )
     return share.without(copies)
-
-
-def _terms(held: Layout, copies: Mapping[str, str]) -> dict[str, int]:
-    """By copy, 0 if it is equal in one process; else what a rank adds to the difference of their digests."""
-    found = {}
-    for alias, owner in copies.items():
-        one, other = held.get(alias), held.get(owner)
-        if one is None or other is None or isinstance(one, Pieces) or isinstance(other, Pieces):
-            terms = [digests.state_digest({owner: bits}) if bits is not None else 0 for bits in (one, other)]
-            found[alias] = (terms[0] - terms[1]) & digests.MASK
-        else:
-            found[alias] = int(differ(one, other))
-    return found

@@ -20,12 +20,11 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.reading import Effort, Reading
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.live import by_name, live_digest, tied_differ
-from pulse_rl.sync.replicas import replica_digests, unequal_replicas
+from pulse_rl.sync.replicas import replica_digests, unequal_copies, unequal_replicas
 from pulse_rl.sync.share_plan import SharePlan
-from pulse_rl.sync.shares import Share, layout_fingerprint
+from pulse_rl.sync.shares import layout_fingerprint
 from pulse_rl.sync.subscribe.held import Halo, HeldWeights
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 _ALTERED = "something other than this subscriber has written to them, or they are other weights"
@@ -193,25 +192,10 @@ def unequal(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str]) -> Integri
         error = unequal_replicas(ranks, share, found)
         if error is not None:
             return IntegrityError(str(error), ranks=error.ranks)
-    aliases = sorted(tied.keys() & share.plan.tensors.keys())
-    if aliases:
-        terms = ranks.share("compare tied tensors", lambda: _difference(share, tied), int, alike=True)
-        if sum(terms) & digests.MASK:
-            return IntegrityError(str(tied_differ(tied[aliases[0]])))
+    copies = {alias: owner for alias, owner in sorted(tied.items()) if alias in share.plan.tensors}
+    for alias in unequal_copies(ranks, share.held, copies):
+        return IntegrityError(str(tied_differ(copies[alias])))
     return None
-
-
-def _difference(share: Share, tied: Mapping[str, str]) -> int:
-    """What this rank owns of tied tensors less what it owns of the tensors that they are tied to, as digests."""
-    total = 0
-    for alias, owner in tied.items():
-        if alias in share.plan.tensors:
-            total += _terms(owner, share.own.get(alias)) - _terms(owner, share.own.get(owner))
-    return total & digests.MASK
-
-
-def _terms(name: str, tensor: Bits | None) -> int:
-    return digests.state_digest({name: tensor}) if tensor is not None else 0
 
 
 def _check(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str], state: State) -> str:
