@@ -91,19 +91,20 @@ class SharePlan:
                 yield common, part.owner
 
     def bring(
-        self, what: str, ranks: Ranks, boxes: Sequence[Sequence[tuple[str, Box]]], held: Mapping[str, Bits], limit: int
+        self, what: str, ranks: Ranks, boxes: Sequence[Sequence[tuple[str, Box]]], held: Mapping[str, Bits]
     ) -> Iterator[tuple[str, Box, UIntArray]]:
         """Bring each rank the bits of the boxes that it needs, and return those of this one. A collective.
 
-        what, limit: as of `Ranks.exchange`. boxes: with their tensors, of each rank. held: what this rank holds.
+        what: as of `Ranks.exchange`. boxes: with their tensors, of each rank. held: what this rank holds.
         """
+        most = max(sum(box.size * ITEMSIZES[self.tensors[name].dtype] for name, box in needed) for needed in boxes)
 
         def owned(needed: Iterable[tuple[str, Box]]) -> bytes:
             mine = ((name, part) for name, box in needed for part, of in self.owners(name, box) if of == ranks.rank)
             views = (place_view(held[name], part) for name, part in mine)
             return b"".join(view.read(0, view.size).tobytes() for view in views)
 
-        return self._put_together(boxes[ranks.rank], ranks.exchange(what, lambda: list(map(owned, boxes)), limit))
+        return self._put_together(boxes[ranks.rank], ranks.exchange(what, lambda: list(map(owned, boxes)), most))
 
     def _put_together(
         self, boxes: Iterable[tuple[str, Box]], incoming: Sequence[memoryview]

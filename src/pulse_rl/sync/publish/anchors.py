@@ -7,14 +7,14 @@ send them. Then all put their files into the store at once. An anchor is rare, s
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import SHARD_NBYTES, ShardFile, in_file_order, plan_shards, shard_header
-from pulse_rl.dtypes import ITEMSIZES, UIntArray
+from pulse_rl.dtypes import UIntArray
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor import check_sent, put_assets, put_shards
 from pulse_rl.history.restore import scratch
@@ -34,13 +34,6 @@ class _Put(msgspec.Struct, array_like=True):
 
     files: list[tuple[str, int, str]]  # name, nbytes, blake3
     digest: int
-
-
-class _Chunk(NamedTuple):
-    """A run of elements of one tensor, as they follow each other in a file."""
-
-    boxes: list[tuple[str, Box]]  # with the tensor's name
-    nbytes: int
 
 
 def put_anchor_together(
@@ -85,14 +78,10 @@ def put_anchor_together(
 
 def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[ShardFile]) -> None:
     """Bring one file of each rank together. A collective."""
-    schedules = [list(_chunks(plan, shard)) for shard in shards]  # of rank 0, 1, …
     path = place / shards[ranks.rank].name if ranks.rank < len(shards) else None
-    for step in range(max(map(len, schedules))):
-        chunks = [schedule[step] if step < len(schedule) else None for schedule in schedules]
-        chunks += [None] * (ranks.size - len(chunks))
-        boxes = [[] if chunk is None else chunk.boxes for chunk in chunks]
-        limit = max(chunk.nbytes for chunk in chunks if chunk is not None)
-        found = plan.bring("bring an anchor together", ranks, boxes, own, limit)
+    for chunks in zip_longest(*(_chunks(plan, shard) for shard in shards), fillvalue=[]):
+        boxes = [*chunks, *([] for _ in range(len(chunks), ranks.size))]  # of rank 0, 1, …
+        found = plan.bring("bring an anchor together", ranks, boxes, own)
         if path is not None and boxes[ranks.rank]:
             ranks.attempt(partial(_append, path, found))
 
@@ -102,9 +91,9 @@ def _append(path: Path, boxes: Iterable[tuple[str, Box, UIntArray]]) -> None:
         file.writelines(array.data for _, _, array in boxes)
 
 
-def _chunks(plan: SharePlan, shard: ShardFile) -> Iterator[_Chunk]:
+def _chunks(plan: SharePlan, shard: ShardFile) -> Iterator[list[tuple[str, Box]]]:
+    """The elements of a file, as they follow each other there: runs of one tensor, each as boxes with its name."""
     for name in in_file_order(plan.tensors, shard.tensors):
-        spec = plan.tensors[name]
-        for start, stop in segments(whole(spec.shape).size):
-            boxes = [(name, box) for box in FlatRun(start, stop).boxes(spec.shape)]
-            yield _Chunk(boxes, (stop - start) * ITEMSIZES[spec.dtype])
+        shape = plan.tensors[name].shape
+        for start, stop in segments(whole(shape).size):
+            yield [(name, box) for box in FlatRun(start, stop).boxes(shape)]

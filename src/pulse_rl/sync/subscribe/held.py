@@ -8,11 +8,12 @@ tile, it keeps a copy of the rest: its *halo*, pieces that no digest counts. Pat
 they stay what the neighbours hold.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
 import zstandard
 
 from pulse_rl.codecs.zstd import decompress
@@ -20,6 +21,7 @@ from pulse_rl.documents import decode_json
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.patches import Fetched
+from pulse_rl.parallel import sliced
 from pulse_rl.patch.live import Copies
 from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.sync.shares import Share, share_of, whole_share
@@ -196,27 +198,16 @@ def fetch_strips(
         {name: [Box(*row) for row in found] for name, found in decode_json(data, _Needs, "strips").items()}
         for data in (decompress(one, MAX_NBYTES, "strips") for one in gathered)
     ]
+    names = sorted({name for wish in wishes for name in wish})
+    most = [
+        ITEMSIZES[plan.tensors[name].dtype] * max(sum(box.size for box in wish.get(name, ())) for wish in wishes)
+        for name in names
+    ]
     found: dict[str, list[Piece]] = {}
     first = {name: copies[0] for name, copies in held.items()}
-    for names, limit in _rounds(plan, wishes):
-        boxes = [[(name, box) for name in names for box in wish.get(name, ())] for wish in wishes]
-        for name, box, array in plan.bring("bring strips", ranks, boxes, first, limit):
+    for some in sliced(np.array(most, np.int64), ROUND_NBYTES):
+        boxes = [[(name, box) for name in names[some] for box in wish.get(name, ())] for wish in wishes]
+        for name, box, array in plan.bring("bring strips", ranks, boxes, first):
             piece = Piece(box, HostBits(plan.tensors[name].dtype, array), times=0)
             found.setdefault(name, []).append(piece)
     return found
-
-
-def _rounds(plan: SharePlan, wishes: list[dict[str, list[Box]]]) -> Iterator[tuple[list[str], int]]:
-    """The tensors that are sent together, as many as a rank may receive at a time, and the most bytes that one gets."""
-    names: list[str] = []
-    waiting = [0] * len(wishes)
-    for name in sorted({name for wish in wishes for name in wish}):
-        itemsize = ITEMSIZES[plan.tensors[name].dtype]
-        more = [sum(box.size for box in wish.get(name, ())) * itemsize for wish in wishes]
-        if names and max(a + b for a, b in zip(waiting, more, strict=True)) > ROUND_NBYTES:
-            yield names, max(waiting)
-            names, waiting = [], [0] * len(wishes)
-        names.append(name)
-        waiting = [a + b for a, b in zip(waiting, more, strict=True)]
-    if names:
-        yield names, max(waiting)
