@@ -17,7 +17,7 @@ from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import joined
 from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import Layout, TensorSpec, names_of, renamed
-from pulse_rl.weights.pieces import Mosaic, Piece, Pieces, pieces_like, pieces_of, place_view, touching
+from pulse_rl.weights.pieces import Mosaic, Piece, Pieces, pieces_like, pieces_of, touching
 
 
 @dataclass(frozen=True)
@@ -129,16 +129,6 @@ def whole_share(tensors: Layout) -> Share:
 def _whole_share(tensors: Layout) -> Share:
     specs = {name: TensorSpec(name, bits.dtype, tuple(bits.shape)) for name, bits in tensors.items()}
     return Share(SharePlan(specs, {}, dict(tensors.tied), b""), tensors, tensors)
-
-
-def taken(whole_tensors: Layout, own: Layout) -> Layout:
-    """The same pieces as `own`, as views of whole tensors."""
-    found: dict[str, Bits] = {}
-    for name, tensor in own.items():
-        source = whole_tensors[name]
-        pieces = [piece._replace(bits=place_view(source, piece.box)) for piece in pieces_of(tensor) if piece.box.size]
-        found[name] = bits_of_pieces(tensor, pieces) if tensor.size else tensor
-    return Layout(found, own.tied)
 
 
 def _assigned(tensors: Layout, rank: int, plan: SharePlan) -> Share:

@@ -6,7 +6,6 @@ rebuilds its own share of it.
 
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -22,9 +21,10 @@ from pulse_rl.sync.publish.attempt import VersionStart
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn, clone
 from pulse_rl.sync.publish.delivery import Delivery
 from pulse_rl.sync.publish.successor import check_key, check_place
-from pulse_rl.sync.shares import Share, taken, whole_share
+from pulse_rl.sync.shares import Share, bits_of_pieces, whole_share
 from pulse_rl.sync.subscribe.landings import ShareLanding
-from pulse_rl.weights.layout import next_in_store
+from pulse_rl.weights.layout import Layout, next_in_store
+from pulse_rl.weights.pieces import pieces_of
 
 log = logger(__name__)
 
@@ -116,10 +116,8 @@ class Position:
         """Rebuild the newest version, or this rank's share of it, as the baseline. A collective."""
         self.baseline = None  # its memory is needed
         log.info("reading and proving version %d, to continue after it", head.version)
-        if self._ranks.size == 1:
-            self.baseline = self._ranks.do("rebuild the newest version", partial(self._rebuild, head, share))
-        elif share is not None:
-            self.baseline = self._rebuild_share(head, share)
+        if self._ranks.size == 1 or share is not None:
+            self.baseline = self._rebuild(head, share)
 
     def _look(self, anchor: bool, bandwidth: float | None) -> tuple[Manifest | None, _Standing]:
         """Where this rank stands; on the first one also where the history ends."""
@@ -151,43 +149,36 @@ class Position:
         return head if head is not None and head.sequence == sequence else self._history.read(sequence)
 
     def _rebuild(self, head: Manifest, share: Share | None) -> Baseline:
-        """Rebuild the newest version as the baseline of one process alone."""
-        reading = Reading(self._history)
-        with add_recovery_hint(), scratch() as directory:
-            files = restore(reading, head, directory, share.plan.nbytes if share else None)
-            own = files.clone() if share is None else clone(files, share.own, self.kept_on)
-            own.tied = dict(head.tied)
-            self._resume(head, reading)
-            return Baseline(own, head, whole_share(own).plan)
+        """Rebuild the newest version as the baseline: of ranks each what it owns. A collective.
 
-    def _rebuild_share(self, head: Manifest, share: Share) -> Baseline:
-        """Rebuild what this rank owns of the newest version, of which it reads its share. A collective."""
-        reading, ranks = Reading(self._history, self._ranks), self._ranks
+        share: None where one process alone does not know the weights yet.
+        """
+        reading, ranks, wanted = Reading(self._history, self._ranks), self._ranks, None
         with add_recovery_hint(), ExitStack() as files:
-            share = share.called(names_where_ties_differ(reading, head, share.plan.tied), head.tied)
-
-            def make_room() -> Path:
+            if share is not None and ranks.size > 1:
+                share = share.called(names_where_ties_differ(reading, head, share.plan.tied), head.tied)
                 if apart := sorted(head.tied.keys() & share.plan.tensors.keys()):
                     raise BaseMismatchError(
                         f"version {head.version} ties {apart[0]!r} to {head.tied[apart[0]]!r}, and these weights hold "
                         "them apart",
                         unexpected=apart,
                     )
-                return files.enter_context(scratch())
-
-            directory = ranks.do("make room for the newest version", make_room, alike=True)
-            wanted = Wanted(
-                share.own,
-                share.plan.tensors,
-                lambda found: ShareLanding(reading, found, share),
-                next_in_store(head.version, self._history.store.url),
-            )
-            found = restore(reading, head, directory, share.plan.nbytes, wanted)
+                sides = next_in_store(head.version, self._history.store.url)
+                wanted = Wanted(share.own, share.plan.tensors, partial(ShareLanding, reading, share=share), sides)
+            room = partial(files.enter_context, scratch())
+            directory = ranks.do("make room for the newest version", room, alike=True)
+            found = restore(reading, head, directory, share.plan.nbytes if share else None, wanted)
 
             def take_up() -> Baseline:
-                own = clone(taken(found, share.own), share.own, self.kept_on)
+                if share is None or wanted is None:
+                    own = clone(found, share.own, self.kept_on) if share is not None else found.clone()
+                    own.tied = dict(head.tied)
+                    plan = whole_share(own).plan
+                else:
+                    parts = {name: bits_of_pieces(bits, list(pieces_of(bits))) for name, bits in found.items()}
+                    own, plan = clone(Layout(parts, share.own.tied), share.own, self.kept_on), share.plan
                 self._resume(head, reading)
-                return Baseline(own, head, share.plan)
+                return Baseline(own, head, plan)
 
             return ranks.do("take up the newest version", take_up)
 
