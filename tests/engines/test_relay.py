@@ -109,7 +109,7 @@ def test_another_history_is_refused_and_one_that_has_gone_back(tmp_path: Path) -
     assert (gone.value.kind, gone.value.version) == ("IntegrityError", 2)
     for each in (relay, Relay(str(tmp_path / "target"), {})):
         for name in names[1:]:
-            with pytest.raises(EngineError, match="holds another history") as refused:
+            with pytest.raises(EngineError, match="of another history") as refused:
                 each.follow(str(tmp_path / name))
             assert refused.value.kind == "IntegrityError"
     assert pulse.History(tmp_path / "target").newest().version == 2

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pulse_rl.engines.states import During, EngineReport, EngineState, Follow, PauseMode, failed, failure_of
 from pulse_rl.errors import IntegrityError, PulseError
 from pulse_rl.history.assets import read_assets
-from pulse_rl.history.history import digest_of
+from pulse_rl.history.history import require_version
 from pulse_rl.history.operate.prune import GRACE_S
 from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.subscribe.subscriber import Subscriber
@@ -110,7 +110,7 @@ class Relay:
             self._publisher = self._open()  # from what is there, whoever put it there
             version = self._publisher.resume()
             if version is not None:
-                self._require_same_history(subscriber, version)
+                require_version(subscriber.history, version, self._publisher.digest, self.url, "store")
                 if self._weights is None:
                     there = Subscriber(self._publisher.history.store, patience=0)
                     weights = there.allocate()
@@ -118,19 +118,6 @@ class Relay:
                     self._weights = weights
         self._subscriber, self._follow = subscriber, wanted
         return self.state()
-
-    def _require_same_history(self, subscriber: Subscriber, version: int) -> None:
-        """Raise IntegrityError if the store holds a version of another history."""
-        history, found = subscriber.history, self._publisher.digest
-        expected = digest_of(history, version)
-        if expected not in (None, found):  # where nothing tells, versions have to grow all the same
-            there = f"has the digest {expected}, found {found}" if expected else "is missing"
-            raise IntegrityError(
-                f"{self.url} holds another history: version {version} of {history.store.url} {there}; name another "
-                "store",
-                expected=expected or None,
-                found=found,
-            )
 
     def stage(self, version: int) -> EngineState:
         """Bring the weights to a version, proved. Raises EngineError."""

@@ -16,13 +16,14 @@ from pathlib import Path
 from pulse_rl.checkpoint.files import files_of, open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX, SINGLE, nbytes_of, write_zeros
 from pulse_rl.disk import check_room, on_this_machine
-from pulse_rl.errors import IntegrityError, VersionNotFoundError
+from pulse_rl.errors import IntegrityError
 from pulse_rl.folders.directory import Directory, FolderMark, write_mark
 from pulse_rl.folders.looking import check_poll, look
 from pulse_rl.folders.names import FolderName
 from pulse_rl.history.assets import read_assets
-from pulse_rl.history.history import digest_of
+from pulse_rl.history.history import require_version
 from pulse_rl.history.manifest import is_file_name
+from pulse_rl.history.versions import no_version
 from pulse_rl.log.signing import PublicKey
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
@@ -103,9 +104,13 @@ class Mirror:
                 f"{newest}; if that is intended, name another directory"
             )
         if newest is None:
-            raise VersionNotFoundError(f"{url} holds no version yet", url=url)
+            raise no_version(self._subscriber.history.store)
         if not self._begun and self._held is not None:
-            self._check_same_history(self._held)
+            held, folder = self._held, str(self._directory.folder(self._held.version))
+            try:
+                require_version(self._subscriber.history, held.version, held.digest, folder, "directory")
+            except IntegrityError as error:
+                raise ValueError(str(error)) from None
         if self._held is None or newest > self._held.version:
             self._held, self._report = self._make(newest)
         elif not self._begun:
@@ -118,16 +123,6 @@ class Mirror:
         self._directory.retain(self._keep)
         report, self._report = self._report, None
         return Mirrored(self._directory.folder(newest), report)
-
-    def _check_same_history(self, held: FolderMark) -> None:
-        """Raise ValueError if a finished folder holds a version of another history."""
-        found = digest_of(self._subscriber.history, held.version)
-        if found not in (None, held.digest):  # where nothing tells, the digest of the next version decides
-            expected = f"expected digest {found}, found {held.digest}" if found else "the history never had it"
-            raise ValueError(
-                f"{self._directory.folder(held.version)} holds a version of another history: {expected}; name another "
-                "directory"
-            )
 
     def _make(self, version: int) -> tuple[FolderMark, SyncReport]:
         """Make the folder of a version."""

@@ -235,15 +235,28 @@ class History(Versions):
         self._trails: dict[tuple[State, ObjectRef], Trail] = {}
 
 
-def digest_of(history: History, version: int) -> str | None:
-    """The digest of a version. "" if the history never had it; None where nothing tells, as it is pruned or damaged."""
+def require_version(history: History, version: int, digest: str | None, where: str, kind: str) -> None:
+    """Raise IntegrityError if a version that is kept elsewhere is none of this history.
+
+    digest: of the weights that are kept. where, kind: what keeps them, and what that is, in messages. Where nothing
+    tells, as the version is pruned or damaged, it passes.
+    """
+    expected: str | None = None
     try:
         with suppress(VersionNotFoundError):
-            return history.find(version).digest
-        first = history.first()
-        return None if first and history.read(first).version > version else ""
+            expected = history.find(version).digest
+        if expected == digest:
+            return
+        if expected is None and (first := history.first()) and history.read(first).version > version:
+            return
     except (VersionNotFoundError, IntegrityError):  # there is no version at all, or it is damaged
-        return None
+        return
+    why = f"expected digest {expected}, found {digest}" if expected else "the history never had it"
+    raise IntegrityError(
+        f"{where} holds version {version} of another history than {history.store.url}: {why}; name another {kind}",
+        expected=expected,
+        found=digest,
+    )
 
 
 def holds(store: Store, manifest: Manifest) -> bool:

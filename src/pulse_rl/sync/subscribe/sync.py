@@ -21,7 +21,6 @@ from pulse_rl.errors import (
     IntegrityError,
     PulseError,
     StoreError,
-    VersionNotFoundError,
 )
 from pulse_rl.history.anchor_share import names_where_ties_differ
 from pulse_rl.history.follow import follow
@@ -30,6 +29,7 @@ from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import REQUEST_NBYTES, agree_on_chain, check_line
 from pulse_rl.history.trail import State, state_of
+from pulse_rl.history.versions import no_version
 from pulse_rl.observers import tell
 from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.landings import Keeping, ShareLanding, Writing
@@ -174,7 +174,7 @@ class Sync:
                 expected=highest.digest,
             )
         if head is None:
-            raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+            raise no_version(history.store)
         return head
 
     def _check_not_older(self, head: Manifest) -> None:
