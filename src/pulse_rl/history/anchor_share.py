@@ -18,16 +18,16 @@ import numpy as np
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
-from pulse_rl.errors import CannotReadRangeError, CheckpointFormatError, IntegrityError, StoreError
+from pulse_rl.errors import CheckpointFormatError, IntegrityError, StoreError
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import fetch_patch
 from pulse_rl.history.reading import Reading
 from pulse_rl.log.objects import ObjectRef, fetch_parts, limit_of
 from pulse_rl.observers import LongWork
-from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.store.base import Store
 from pulse_rl.store.cache import drop_cached
-from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
+from pulse_rl.store.ranges import plan_requests, read_ranges
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.boxes import whole as whole_box
@@ -75,18 +75,11 @@ def read_headers(store: Store, anchor: Manifest) -> tuple[dict[str, AnchorTensor
 
 def _read_header(store: Store, file: ObjectRef) -> memoryview:
     """The first bytes of a file, as many as its header takes; fewer where the header is impossible."""
-    front = _read_front(store, file, min(FRONT_NBYTES, file.nbytes))
+    (front,) = read_ranges(store, file.name, [(0, min(FRONT_NBYTES, file.nbytes))], most=file.nbytes)
     length = int.from_bytes(front[:8], "little") if len(front) >= 8 else 0
     if len(front) < 8 + length <= min(file.nbytes, safetensors_header.MAX_HEADER_NBYTES):
-        return _read_front(store, file, 8 + length)
+        (front,) = read_ranges(store, file.name, [(0, 8 + length)], most=file.nbytes)
     return front
-
-
-def _read_front(store: Store, file: ObjectRef, stop: int) -> memoryview:
-    try:
-        return read_range(store, file.name, 0, stop, most=file.nbytes)
-    except CannotReadRangeError:  # a stream that is left early is not downloaded to its end
-        return memoryview(read_up_to(store, file.name, stop))[:stop]
 
 
 def prove_files(store: Store, anchor: Manifest) -> None:

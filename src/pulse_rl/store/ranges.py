@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pulse_rl.errors import CannotReadRangeError, StoreError
 from pulse_rl.parallel import at_once
-from pulse_rl.store.base import Store
+from pulse_rl.store.base import Store, up_to
 
 GAP_NBYTES = 32 << 10  # about what a request costs: 10 ms at 25 Mbit/s
 SPARE = 1 / 16
@@ -94,8 +94,9 @@ def read_ranges(
     try:
         bodies = at_once(lambda one: read_range(store, name, *one), requests, REQUESTS_AT_ONCE, "pulse-range")
     except CannotReadRangeError:
-        requests = [(0, max(stop for _, stop in wanted))]
-        bodies = [_read_front(store, name, requests[0][1])]
+        last = max(stop for _, stop in wanted)
+        front = memoryview(up_to(store.stream(name), last - 1))  # which is left early, and not downloaded to its end
+        requests, bodies = [(0, last)], [whole_range(store, name, 0, last, front)]
     return cut_ranges(ranges, requests, bodies)
 
 
@@ -136,13 +137,3 @@ def plan_requests(ranges: Sequence[tuple[int, int]], gap: int, spare: float) -> 
         else:
             requests.append((start, stop))
     return requests
-
-
-def _read_front(store: Store, name: str, nbytes: int) -> memoryview:
-    """The first bytes of an object, read as a stream. Raises StoreError if it has fewer."""
-    data = bytearray()
-    for part in store.stream(name):
-        data += part[: nbytes - len(data)]
-        if len(data) == nbytes:
-            break
-    return whole_range(store, name, 0, nbytes, memoryview(data))
