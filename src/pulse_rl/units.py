@@ -38,10 +38,13 @@ def parse_bandwidth(text: str, what: str) -> float:
         ) from None
 
 
-def check_seconds(what: str, value: float) -> None:
-    """Raise ValueError unless a value is seconds, at least 0. what: the setting's name, which the error begins with."""
-    if not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{what}: expected seconds, at least 0, found {value!r}")
+def check_seconds(what: str, value: float, *, zero: bool = True) -> None:
+    """Raise ValueError unless a value is seconds: at least 0, or without zero more than that.
+
+    what: the setting's name, which the error begins with.
+    """
+    if not isinstance(value, int | float) or not (value >= 0 if zero else value > 0):
+        raise ValueError(f"{what}: expected seconds, {'at least' if zero else 'more than'} 0, found {value!r}")
 
 
 def nbytes(count: float) -> str:

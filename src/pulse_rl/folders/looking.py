@@ -12,12 +12,6 @@ log = logger(__name__)
 T = TypeVar("T")
 
 
-def check_poll(poll: float) -> None:
-    """Raise ValueError unless these are seconds, more than 0."""
-    if not poll > 0:
-        raise ValueError(f"poll: expected seconds, more than 0, found {poll}")
-
-
 def look(steps: Sequence[Callable[[], T | None]], *, once: bool, poll: float) -> Iterator[T]:
     """Take steps in turn, and yield what they find.
 

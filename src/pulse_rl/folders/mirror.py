@@ -18,7 +18,7 @@ from pulse_rl.checkpoint.shards import INDEX, SINGLE, nbytes_of, write_zeros
 from pulse_rl.disk import check_room, on_this_machine
 from pulse_rl.errors import IntegrityError
 from pulse_rl.folders.directory import Directory, FolderMark, write_mark
-from pulse_rl.folders.looking import check_poll, look
+from pulse_rl.folders.looking import look
 from pulse_rl.folders.names import FolderName
 from pulse_rl.history.assets import read_assets
 from pulse_rl.history.history import require_version
@@ -30,6 +30,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.subscribe.subscriber import Subscriber
 from pulse_rl.sync.subscribe.sync import SyncReport
+from pulse_rl.units import check_seconds
 
 log = logger(__name__)
 
@@ -213,7 +214,7 @@ def mirror(
         PulseError: With once, as `Subscriber.sync` and `load_assets`. Otherwise what a sync or the disk raises is
             logged, and tried again; the folders are as they were.
     """
-    check_poll(poll)
+    check_seconds("poll", poll, zero=False)
     with Mirror(
         store,
         directory,

@@ -17,13 +17,14 @@ from pulse_rl.checkpoint.files import files_of, open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import read_file
 from pulse_rl.errors import FormatError, one_line
-from pulse_rl.folders.looking import check_poll, look
+from pulse_rl.folders.looking import look
 from pulse_rl.folders.names import FolderName
 from pulse_rl.history.anchor import read_config
 from pulse_rl.history.manifest import is_file_name
 from pulse_rl.logs import logger
 from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.publish.report import PublishReport
+from pulse_rl.units import check_seconds
 from pulse_rl.weights.casts import cast_name
 
 if TYPE_CHECKING:
@@ -173,5 +174,5 @@ def publish_folders(
         PulseError: With once, as `Publisher.publish`. Otherwise what the store or the disk raises is logged, and tried
             again.
     """
-    check_poll(poll)
+    check_seconds("poll", poll, zero=False)
     yield from look([Folders(directory, publisher, name=name, marker=marker, cast=cast).publish], once=once, poll=poll)

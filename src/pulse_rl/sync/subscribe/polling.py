@@ -14,12 +14,6 @@ SHARE = 1 / 20  # of the time waited: how much later than it could a version is 
 FIRST_ASK_S, ASK_S = 1.0, 15.0  # whether the run has ended: one more request, which ordinary waits are too short for
 
 
-def check_intervals(poll: float, poll_max: float) -> None:
-    """Raise ValueError unless both are seconds, more than 0."""
-    if not (poll > 0 and poll_max > 0):
-        raise ValueError(f"poll: expected seconds, more than 0, found {poll} and poll_max {poll_max}")
-
-
 def wait(
     look: Callable[[], int | None], history: History, version: int, timeout: float, intervals: tuple[float, float]
 ) -> int:

@@ -27,11 +27,12 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.landings import Keeping, Writing
-from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
+from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, wait
 from pulse_rl.sync.subscribe.proof import Proof
 from pulse_rl.sync.subscribe.staging import Staged
 from pulse_rl.sync.subscribe.sync import Sync, SyncReport
 from pulse_rl.sync.turn import ThreadTurn, in_turn
+from pulse_rl.units import check_seconds
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.memory import LiveWeights, Memory
@@ -121,7 +122,8 @@ class Subscriber:
         def make() -> tuple[History, Heart | None]:
             if not isinstance(verify_live, int) or verify_live < 0:
                 raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
-            check_intervals(poll, poll_max)
+            check_seconds("poll", poll, zero=False)
+            check_seconds("poll_max", poll_max, zero=False)
             history = History(store, public_key=public_key, patience=patience, view=view)
             return history, None if heartbeat is None else Heart(history.store, heartbeat)
 
