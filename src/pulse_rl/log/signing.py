@@ -26,12 +26,12 @@ class Keys:
     """The keys of a history: what signs its manifests, and what they are checked by.
 
     sign_with: None to sign nothing. public_key: None for that of `sign_with`; without either nothing is checked.
-    Raises as `private_key` and `public_key`.
+    Raises MissingExtraError, FileNotFoundError, and ValueError for what is no Ed25519 key.
     """
 
     def __init__(self, sign_with: PrivateKey | None, public: PublicKey | None) -> None:
-        self._private = private_key(sign_with) if sign_with is not None else None
-        self.public = public_key(public) if public is not None else None
+        self._private: Ed25519PrivateKey | None = _key(sign_with, "private") if sign_with is not None else None
+        self.public: Ed25519PublicKey | None = _key(public, "public") if public is not None else None
         if self._private is not None and self.public is None:
             self.public = self._private.public_key()
 
@@ -45,19 +45,8 @@ class Keys:
         return seal(document, self._private.sign if self._private is not None else None)
 
 
-def private_key(key: PrivateKey) -> Ed25519PrivateKey:
-    """An Ed25519 private key. Raises MissingExtraError, FileNotFoundError, ValueError for anything else."""
-    found: Ed25519PrivateKey = _key(key, "private")
-    return found
-
-
-def public_key(key: PublicKey) -> Ed25519PublicKey:
-    """An Ed25519 public key. Raises MissingExtraError, FileNotFoundError, ValueError for anything else."""
-    found: Ed25519PublicKey = _key(key, "public")
-    return found
-
-
 def _key(key: Any, what: Literal["private", "public"]) -> Any:
+    """An Ed25519 key. Raises as `Keys`."""
     serialization = require("cryptography.hazmat.primitives.serialization", "sign")
     ed25519 = require("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
     where = "the key"

@@ -7,7 +7,6 @@ so that nothing is written to its weights before all of it is there and proved; 
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,19 +22,12 @@ from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import Pieces, pieces_of, place_view
 
 
-class SentTile(NamedTuple):
-    """A part of one tensor, which is sent at once."""
-
-    name: str
-    box: Box
-
-
-def tiles_of(plan: SharePlan, owner: int) -> Iterator[SentTile]:
-    """The tiles of what a sender owns, in the order of sending."""
+def tiles_of(plan: SharePlan, owner: int) -> Iterator[tuple[str, Box]]:
+    """The tiles of what a sender owns, each with its tensor's name, in the order of sending."""
     for name, parts in plan.parts.items():
         for part in parts:
             for tile in tiles(plan.tensors[name].shape, part.box) if part.owner == owner else ():
-                yield SentTile(name, tile.box)
+                yield name, tile.box
 
 
 def owned_nbytes(plan: SharePlan, owner: int) -> int:
@@ -77,21 +69,21 @@ class TileFeed:
         at = 0
         while at < len(data):
             if self._filled == len(self._data):
-                self._tile = next(self._tiles)
-                self._dtype = UINTS[ITEMSIZES[self._plan.tensors[self._tile.name].dtype]]
-                self._data, self._filled = np.empty(self._tile.box.size * self._dtype.itemsize, np.uint8), 0
+                self._name, self._box = next(self._tiles)
+                self._dtype = UINTS[ITEMSIZES[self._plan.tensors[self._name].dtype]]
+                self._data, self._filled = np.empty(self._box.size * self._dtype.itemsize, np.uint8), 0
             n = min(len(data) - at, len(self._data) - self._filled)
             self._data[self._filled : self._filled + n] = data[at : at + n]
             self._filled += n
             at += n
             if self._filled == len(self._data):
-                self._spread(self._tile, self._data.view(self._dtype))
+                self._spread(self._data.view(self._dtype))
 
-    def _spread(self, tile: SentTile, bits: UIntArray) -> None:
-        for copy in self._live.get(tile.name, ()):
-            for target in targets(copy, tile.box):
-                part = bits if target.cut is None else bits.reshape(tile.box.sizes)[target.cut].reshape(-1)
-                self._use(tile.name, target, part)
+    def _spread(self, bits: UIntArray) -> None:
+        for copy in self._live.get(self._name, ()):
+            for target in targets(copy, self._box):
+                part = bits if target.cut is None else bits.reshape(self._box.sizes)[target.cut].reshape(-1)
+                self._use(self._name, target, part)
 
 
 def spool(live: Mapping[str, Copies]) -> Layout:
