@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from pulse_rl.engines.pins import pinned
 from pulse_rl.engines.ranks import Applied, RankState
-from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, failure_of
+from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, failure_of, not_staged
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor_share import tensors_of
@@ -317,9 +317,7 @@ class EngineReceiver:
 
     def _take(self, version: int | None) -> Staged:
         if self._staged is None or version not in (None, self._staged.version):
-            found = f"version {self._staged.version}" if self._staged else "nothing"
-            wanted = "a version" if version is None else f"version {version}"
-            raise VersionNotFoundError(f"expected {wanted} to be staged, found {found}: stage it", version=version)
+            raise not_staged(version, self._staged.version if self._staged else None)
         return self._staged
 
     def _help(self, seconds: float = 0.0) -> None:

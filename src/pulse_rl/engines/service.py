@@ -38,7 +38,9 @@ from pulse_rl.engines.states import (
     Follow,
     PauseMode,
     Prepared,
+    failure_of,
     method,
+    not_staged,
 )
 from pulse_rl.errors import EngineError, one_line
 from pulse_rl.logs import logger
@@ -201,7 +203,7 @@ class Service:
             staged, why = before.prepared, before.failure
             if staged is None or wanted.version not in (None, staged.version):
                 if why is None or why.during not in ("follow", "stage"):  # else that is why nothing is staged
-                    why = _not_staged(wanted.version, staged)
+                    why = failure_of("apply", not_staged(wanted.version, staged.version if staged else None))
                 raise _RefusedError(CONFLICT, why, before)
             return await self._apply_staged(wanted, staged, ranks, before)
 
@@ -306,12 +308,6 @@ class Local:
                 found: Answer = ended.value
                 return found
             raise RuntimeError(f"{self.url}: {verb} awaits something, which a local engine must not")
-
-
-def _not_staged(version: int | None, found: Prepared | None) -> Failure:
-    expected = "a version" if version is None else f"version {version}"
-    message = f"expected {expected} to be staged, found {f'version {found.version}' if found else 'nothing'}: stage it"
-    return Failure("apply", "VersionNotFoundError", message, fields={"version": version})
 
 
 def _body(request: bytes, kind: type[T], during: During) -> T:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from pulse_rl.errors import EngineError, PulseError, StoreError, one_line, printable
+from pulse_rl.errors import EngineError, PulseError, StoreError, VersionNotFoundError, one_line, printable
 
 BUSY = "Busy"  # the kind of failure of a call that came while the engine was at work for another one
 ROUTES = "/v1/pulse"  # below /v1, which an engine's API key guards
@@ -65,6 +65,13 @@ def failure_of(during: During, error: BaseException) -> Failure:
     plain = {name: value for name, value in found.items() if _is_plain(value)}
     temporary = isinstance(error, StoreError) and error.temporary
     return Failure(during, type(error).__name__, one_line(error, LONGEST), temporary, plain)
+
+
+def not_staged(version: int | None, found: int | None) -> VersionNotFoundError:
+    """The error of an apply of a version, or of any for None, where another one or none is staged."""
+    expected = "a version" if version is None else f"version {version}"
+    staged = "nothing" if found is None else f"version {found}"
+    return VersionNotFoundError(f"expected {expected} to be staged, found {staged}: stage it", version=version)
 
 
 class Prepared(msgspec.Struct, frozen=True):
