@@ -267,9 +267,11 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
                     raise KeyboardInterrupt
 
             weights = Interrupting(weights)
-    if (rank == 1 and fault == "store") or (rank == 0 and fault == "first store"):
+    if (rank == 1 and fault == "store") or (rank == 0 and fault in ("first store", "trail")):
 
         def refuse(name: str, *args: Any, **named: Any) -> None:
+            if fault == "trail" and not name.startswith("trails/"):
+                return put(name, *args, **named)
             raise pulse.StoreError(f"cannot write {name}: refused", name=name)
 
         publisher.history.store.put = refuse  # type: ignore[method-assign]
@@ -307,6 +309,7 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
         ("interrupt", "KeyboardInterrupt", "rank 1"),
         ("store", "StoreError", "refused"),
         ("first store", "ExchangeError", "refused"),
+        ("trail", "ExchangeError", "refused"),
     ],
 )
 def test_what_fails_on_one_rank_is_published_by_none(
@@ -323,6 +326,7 @@ def test_what_fails_on_one_rank_is_published_by_none(
     after = pulse.digest(small(2))
     assert all(result[3:] == [0, after] for result in results)  # and version 2 follows version 0
     assert restored(store, 2) == after
+    assert pulse.verify(store).leftovers == ()  # each rank has deleted what it had put
 
 
 @pytest.mark.parametrize(

@@ -299,10 +299,12 @@ class Delivery:
             store = self.history.store
             if self._ranks.size > 1:
                 store.delete(part_name(parts_name(sequence, token), self._ranks.rank))
-            if self._ranks.rank == 0:
-                files = store.list(anchor_name(sequence, token))
-                names = (patch_name(sequence, token), parts_name(sequence, token), trail_name(sequence, token))
-                for name in (*names, *(info.name for info in files)):
+            if (
+                self._ranks.rank == 0
+            ):  # which alone knows whether it has committed: it deletes what others have put, too
+                folders = anchor_name(sequence, token), parts_name(sequence, token).rpartition("/")[0]
+                files = [info.name for folder in folders for info in store.list(folder)]
+                for name in (patch_name(sequence, token), trail_name(sequence, token), *files):
                     store.delete(name)
 
     def _put_skips(self, attempt: Attempt, manifest: Manifest) -> int:
