@@ -21,7 +21,7 @@ from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate import prune
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
-from pulse_rl.sync.publish import delivery, successor
+from pulse_rl.sync.publish import delivery, line
 from pulse_rl.sync.publish.skips import Skips
 from pulse_rl.sync.subscribe import polling
 from pulse_rl.sync.turn import ThreadTurn
@@ -268,7 +268,7 @@ def test_more_dimensions_than_readers_accept() -> None:
 
 
 def test_a_manifest_that_is_too_large_is_refused_before_anything_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(successor, "MAX_MANIFEST_NBYTES", successor.OBJECTS_NBYTES + 5000)
+    monkeypatch.setattr(line, "MAX_MANIFEST_NBYTES", line.OBJECTS_NBYTES + 5000)
     store, array = pulse.open_store("memory://"), np.zeros(3, np.uint16)
     with pytest.raises(ValueError, match="tied tensors are too many"):
         pulse.Publisher(store).publish({f"name.{i}": array for i in range(300)}, version=0)

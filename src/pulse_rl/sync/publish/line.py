@@ -3,16 +3,21 @@
 A version is found, coded and moved here; `pipeline` says when, and what follows.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.manifest import FORMAT, MAX_MANIFEST_NBYTES, Manifest, Scalar
 from pulse_rl.history.trail import state_of
+from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
 from pulse_rl.sync.publish.attempt import Attempt, Clock, VersionStart
 from pulse_rl.sync.publish.delivery import Delivery
-from pulse_rl.sync.publish.encoding import Base, Encoder, copy_whole
+from pulse_rl.sync.publish.encoding import Base, Encoder, NewVersion, copy_whole
 from pulse_rl.sync.publish.intake import Given, Request
 from pulse_rl.sync.publish.position import Position
 from pulse_rl.sync.publish.report import nonfinite_warning
@@ -21,14 +26,16 @@ from pulse_rl.sync.publish.successor import (
     check_readable,
     check_stored,
     check_successor,
-    new_manifest,
     next_version,
 )
+from pulse_rl.sync.share_plan import SharePlan
+from pulse_rl.version import SOFTWARE
 from pulse_rl.weights.changes import SectionChanges
 from pulse_rl.weights.names import warn_of_prefix
 
 log = logger(__name__)
 
+OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
 MAX_HELD = 1 / 4  # of the model's bytes: changes that wait for the background; more are coded while they are found
 
 
@@ -72,7 +79,7 @@ class Line:
         else:
             warn_of_prefix(plan.tensors)
         if head is None or base is None:
-            new, anchor, nonfinite = copy_whole(share, self._ranks, self.position.kept_on), True, 0
+            new, anchor = copy_whole(share, self._ranks, self.position.kept_on), True
         else:
             before = Base(base.tensors, state_of(head), head.patch.codec if head.patch else None)
             held = base.tensors.held_nbytes
@@ -86,23 +93,54 @@ class Line:
                 known=known,
             )
             anchor = request.anchor or start.sequence - head.anchor_sequence >= self._anchor_every
-            nonfinite = head.nonfinite
-        manifest = new_manifest(
-            start.sequence,
-            version,
-            digest=new.digest,
-            tensors=plan,
-            head=head,
-            publisher=self.delivery.publisher,
-            anchor=anchor,
-            metadata=given.metadata,
-            nonfinite=max(0, nonfinite + new.nonfinite),
-        )
+        manifest = self._manifest(start, plan, new, version, given.metadata, anchor=anchor)
         if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
             found_odd = nonfinite_warning(manifest, new.spoilt) or "all weights are finite again"
             log.warning("version %d: %s", version, found_odd)
         self.position.baseline = None  # until it is known what its memory holds
         return Attempt(manifest, start, plan, new, given.files, clock, request.anchor)
+
+    def _manifest(
+        self,
+        start: VersionStart,
+        plan: SharePlan,
+        new: NewVersion,
+        version: int,
+        metadata: dict[str, Scalar] | None,
+        *,
+        anchor: bool,
+    ) -> Manifest:
+        """All of a new version's manifest but its objects. Raises ValueError if no reader would accept it."""
+        head = start.head
+        counted = head.nonfinite if head is not None and start.base is not None else 0  # of a copy all are counted
+        manifest = Manifest(
+            format=FORMAT.name,
+            format_version=FORMAT.version,
+            sequence=start.sequence,
+            version=version,
+            digest=new.digest,
+            elements=plan.elements,
+            full_nbytes=plan.nbytes,
+            tied=plan.tied,
+            patch=None,
+            anchor=(),
+            anchor_sequence=start.sequence if anchor or head is None else head.anchor_sequence,
+            anchor_number=0 if head is None else head.anchor_number + anchor,
+            trail=None,
+            publisher=self.delivery.publisher,
+            created=time.time(),
+            history=new_token() if head is None else head.history,
+            software=SOFTWARE,
+            metadata=metadata,
+            nonfinite=max(0, counted + new.nonfinite),
+        )
+        nbytes = len(msgspec.json.encode(manifest)) + OBJECTS_NBYTES
+        if nbytes > MAX_MANIFEST_NBYTES:
+            raise ValueError(
+                f"tensor names: expected a manifest of at most {MAX_MANIFEST_NBYTES} bytes, found {nbytes}: "
+                f"{len(plan.tied)} tied tensors are too many"
+            )
+        return manifest
 
     def advance(self, attempt: Attempt) -> Attempt:
         """Code what was found, and move the baseline to the new version. A collective. Returns what is to be put."""

@@ -1,10 +1,9 @@
-"""What may follow a version of a history, and the manifest of what follows.
+"""What may follow a version of a history.
 
 What no reader would accept is refused here, before anything is put, by the code that readers use.
 """
 
 import math
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,21 +24,18 @@ from pulse_rl.errors import (
 )
 from pulse_rl.history.anchor_share import tensors_of
 from pulse_rl.history.history import History
-from pulse_rl.history.manifest import FORMAT, MAX_MANIFEST_NBYTES, Manifest, Scalar, manifest_name
+from pulse_rl.history.manifest import Manifest, Scalar, manifest_name
 from pulse_rl.history.reading import FaultLog
 from pulse_rl.history.search import check_line
-from pulse_rl.log.objects import new_token
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.table import entries_of
 from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.sync.shares import Share
-from pulse_rl.version import SOFTWARE
 from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import compare_layouts, next_in_store
 
 MAX_METADATA_NBYTES = 4096  # of its JSON
-OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
 
 
 def next_version(head: Manifest | None, sequence: int) -> int:
@@ -182,51 +178,3 @@ def check_stored(history: History, head: Manifest, plan: SharePlan) -> None:
         compare(proved=False)
     except BaseMismatchError:  # unless a header is damaged
         compare(proved=True)
-
-
-def new_manifest(
-    sequence: int,
-    version: int,
-    *,
-    digest: str,
-    tensors: SharePlan,
-    head: Manifest | None,
-    publisher: str,
-    anchor: bool,
-    metadata: dict[str, Scalar] | None,
-    nonfinite: int,
-) -> Manifest:
-    """All of a new version's manifest but its objects.
-
-    head: the version before; None for the first. publisher: the token of the one that publishes. anchor: whether the
-    version has an anchor, as the first always has. metadata: checked. nonfinite: elements that are NaN or infinite.
-    Raises ValueError if no reader would accept it.
-    """
-    manifest = Manifest(
-        format=FORMAT.name,
-        format_version=FORMAT.version,
-        sequence=sequence,
-        version=version,
-        digest=digest,
-        elements=tensors.elements,
-        full_nbytes=tensors.nbytes,
-        tied=tensors.tied,
-        patch=None,
-        anchor=(),
-        anchor_sequence=sequence if anchor or head is None else head.anchor_sequence,
-        anchor_number=0 if head is None else head.anchor_number + anchor,
-        trail=None,
-        publisher=publisher,
-        created=time.time(),
-        history=new_token() if head is None else head.history,
-        software=SOFTWARE,
-        metadata=metadata,
-        nonfinite=nonfinite,
-    )
-    nbytes = len(msgspec.json.encode(manifest)) + OBJECTS_NBYTES
-    if nbytes > MAX_MANIFEST_NBYTES:
-        raise ValueError(
-            f"tensor names: expected a manifest of at most {MAX_MANIFEST_NBYTES} bytes, found {nbytes}: "
-            f"{len(tensors.tied)} tied tensors are too many"
-        )
-    return manifest
