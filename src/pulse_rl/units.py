@@ -38,6 +38,14 @@ def parse_bandwidth(text: str, what: str) -> float:
         ) from None
 
 
+def as_bandwidth(value: float | str | None) -> float | None:
+    """Bits per second, of a number or of text as `parse_bandwidth` reads it; None for None. Raises ValueError."""
+    bits = parse_bandwidth(value, "bandwidth") if isinstance(value, str) else value
+    if bits is not None and not (isinstance(bits, int | float) and bits > 0):
+        raise ValueError(f"bandwidth: expected more than 0 bits per second, found {value!r}")
+    return bits
+
+
 def check_seconds(what: str, value: float, *, zero: bool = True) -> None:
     """Raise ValueError unless a value is seconds: at least 0, or without zero more than that.
 

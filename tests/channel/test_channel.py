@@ -342,7 +342,13 @@ def test_each_tensor_is_sent_dense_or_sparse_by_what_is_smaller(ranks: Ranks) ->
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for options in ({"codec": "raw"}, {"bucket_nbytes": 0}, {"validate_every": -1}, {"bandwidth": "fast"}):
+    for options in (
+        {"codec": "raw"},
+        {"bucket_nbytes": 0},
+        {"validate_every": -1},
+        {"bandwidth": "fast"},
+        {"bandwidth": -1},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             pulse.Channel(None, **options)
     with pytest.raises(pulse.ExchangeError, match="no process group"):

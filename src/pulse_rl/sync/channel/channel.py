@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.codecs.choose import check as check_codec
 from pulse_rl.observers import tell
@@ -18,6 +17,7 @@ from pulse_rl.sync.channel.sender import ChannelSender, Collected
 from pulse_rl.sync.channel.sending import ChannelSettings
 from pulse_rl.sync.channel.wire import Wire
 from pulse_rl.sync.turn import ThreadTurn, in_turn
+from pulse_rl.units import as_bandwidth
 from pulse_rl.weights.casts import cast_name
 
 if TYPE_CHECKING:
@@ -82,14 +82,12 @@ class Channel:
             raise ValueError(f"bucket_nbytes: expected at least 1, a whole number, found {bucket_nbytes!r}")
         if not isinstance(validate_every, int) or validate_every < 0:
             raise ValueError(f"validate_every: expected a number of versions, or 0, found {validate_every!r}")
-        if isinstance(bandwidth, str):
-            bandwidth = units.parse_bandwidth(bandwidth, "bandwidth")
         self._settings = ChannelSettings((), bucket_nbytes, validate_every, observe)
         self._timeout = timeout
         self._sender = ChannelSender(
             codec,
             None if cast is None else cast_name(cast),
-            bandwidth,
+            as_bandwidth(bandwidth),
             collected,
             statistics=statistics or observe,
         )

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.group.collectives import Wording, default_place
@@ -33,6 +32,7 @@ from pulse_rl.sync.publish.report import PublishReport
 from pulse_rl.sync.publish.successor import check_key
 from pulse_rl.sync.publish.views import ViewLine
 from pulse_rl.sync.turn import ThreadTurn, in_turn
+from pulse_rl.units import as_bandwidth
 from pulse_rl.weights.devices import require_kernels
 
 if TYPE_CHECKING:
@@ -181,12 +181,7 @@ class Publisher:
 
     @bandwidth.setter
     def bandwidth(self, value: float | str | None) -> None:
-        bits = value
-        if isinstance(bits, str):
-            bits = units.parse_bandwidth(bits, "bandwidth")
-        if bits is not None and not (isinstance(bits, int | float) and bits > 0):
-            raise ValueError(f"bandwidth: expected more than 0 bits per second, found {value!r}")
-        self._bandwidth = bits
+        self._bandwidth = as_bandwidth(value)
 
     @property
     def version(self) -> int | None:
