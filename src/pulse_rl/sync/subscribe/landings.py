@@ -22,7 +22,7 @@ from pulse_rl.patch.overlay import Older, Overlay
 from pulse_rl.sync.shares import Share
 from pulse_rl.sync.subscribe.held import Halo, HeldWeights, fetch_strips, missing_strips, with_pieces
 from pulse_rl.sync.subscribe.loading import Restored
-from pulse_rl.sync.subscribe.proof import Proof
+from pulse_rl.sync.subscribe.proof import Proof, require_digest
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import HasLayout, Layout
@@ -107,9 +107,10 @@ class Writing(ShareLanding):
         with files:
             self._live.drop_halo()
             self._write("write", restored.write)
+        target, what = restored.target, f"the live weights after loading version {restored.target.version}"
         with self.reading.effort.timing("prove_s"):
-            restored.check(self.reading.ranks, self._live)
-        self._proof.hold(state_of(restored.target), restored.target.tied)
+            require_digest(self.reading.ranks, self._live, target.tied, target.digest, what)
+        self._proof.hold(state_of(target), target.tied)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.errors import BaseMismatchError, IntegrityError
-from pulse_rl.group.ranks import Ranks
+from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.parallel import batched
 from pulse_rl.patch.apply import finish_despite_interrupt
 from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
 from pulse_rl.sync.subscribe.held import HeldWeights
-from pulse_rl.sync.subscribe.proof import count, unequal
 from pulse_rl.weights.bits import Bits, TorchBits, differ, mirrored
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout, Sides
@@ -48,17 +46,6 @@ class Restored:
     def write(self) -> None:
         """Write every element that this rank holds."""
         write_whole(self._proved, self._live)
-
-    def check(self, ranks: Ranks, live: HeldWeights) -> None:
-        """Count the live weights. A collective. Raises IntegrityError if they do not hold the version."""
-        found = count(ranks, live, self.target.tied)
-        if found != self.target.digest:
-            raise unequal(ranks, live, self.target.tied) or IntegrityError(
-                f"the live weights after loading version {self.target.version}: expected digest {self.target.digest}, "
-                f"found {found}",
-                expected=self.target.digest,
-                found=found,
-            )
 
 
 def refuse_clashes(source: Layout, live: Mapping[str, Copies], directory: Path) -> None:

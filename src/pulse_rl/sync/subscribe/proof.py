@@ -27,7 +27,7 @@ from pulse_rl.sync.subscribe.held import Halo, HeldWeights
 from pulse_rl.weights import digests
 from pulse_rl.weights.memory import LiveWeights, Memory
 
-_ALTERED = "something other than this subscriber has written to them, or they are other weights"
+_ALTERED = ": something other than this subscriber has written to them, or they are other weights"
 
 
 class _Standing(msgspec.Struct, array_like=True):
@@ -134,7 +134,11 @@ class Proof:
         Raises IntegrityError.
         """
         self.held = None  # not known until they are counted
-        found = _check(self._ranks, live, self.tied, held)
+        what = f"the live weights, of version {held.version}"
+        try:
+            found = require_digest(self._ranks, live, self.tied, held.digest, what, _ALTERED)
+        except BaseMismatchError as error:  # a tied copy
+            raise IntegrityError(f"{error}{_ALTERED}", expected=held.digest) from None
         self.held, self._memory = held, Memory(live.live)
         self._recognised = True
         return found
@@ -198,23 +202,18 @@ def unequal(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str]) -> Integri
     return None
 
 
-def _check(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str], state: State) -> str:
-    """Count live weights that should hold a version. A collective. Returns their digest.
+def require_digest(
+    ranks: Ranks, held: HeldWeights, tied: Mapping[str, str], digest: str, what: str, why: str = ""
+) -> str:
+    """Count live weights that should have a digest. A collective. Returns it; raises IntegrityError for another one.
 
-    tied: the tied tensors of that version. Raises IntegrityError if they do not hold it.
+    tied: as of `count`, which raises BaseMismatchError. what, why: what the message begins and ends with.
     """
-    try:
-        found = count(ranks, held, tied)
-    except BaseMismatchError as error:  # a tied copy
-        raise IntegrityError(f"{error}: {_ALTERED}", expected=state.digest) from None
-    if found != state.digest:
+    found = count(ranks, held, tied)
+    if found != digest:
         if differing := unequal(ranks, held, tied):
-            raise IntegrityError(f"{differing}: {_ALTERED}", expected=state.digest, ranks=differing.ranks)
-        raise IntegrityError(
-            f"the live weights: expected digest {state.digest} of version {state.version}, found {found}: {_ALTERED}",
-            expected=state.digest,
-            found=found,
-        )
+            raise IntegrityError(f"{differing}{why}", expected=digest, ranks=differing.ranks)
+        raise IntegrityError(f"{what}: expected digest {digest}, found {found}{why}", expected=digest, found=found)
     return found
 
 
