@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -121,38 +122,34 @@ def trace(model: torch.nn.Module, load_weights: LoadWeights, tensors: Mapping[st
     return recorder.trace
 
 
-class _unchanged:
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[list[str]]:
     """Put the parameters and buffers of a model back as they were. Gives the names of those that were replaced."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._changed: list[str] = []
-
-    def __enter__(self) -> list[str]:
-        self._modules = [
-            (prefix, module, dict(module._parameters), dict(module._buffers))
-            for prefix, module in self._model.named_modules()
-        ]
-        self._data = [
-            (f"{prefix}.{name}" if prefix else name, tensor, tensor.data)
-            for prefix, _, parameters, buffers in self._modules
-            for name, tensor in (*parameters.items(), *buffers.items())
-            if tensor is not None
-        ]
-        return self._changed
-
-    def __exit__(self, *error: object) -> None:
-        for prefix, module, parameters, buffers in self._modules:
+    changed: list[str] = []
+    modules = [
+        (f"{prefix}." if prefix else "", module, dict(module._parameters), dict(module._buffers))
+        for prefix, module in model.named_modules()
+    ]
+    data = [
+        (prefix + name, tensor, tensor.data)
+        for prefix, _, parameters, buffers in modules
+        for name, tensor in (*parameters.items(), *buffers.items())
+        if tensor is not None
+    ]
+    try:
+        yield changed
+    finally:
+        for prefix, module, parameters, buffers in modules:
             for found, before in ((module._parameters, parameters), (module._buffers, buffers)):
                 names = [name for name in before.keys() | found.keys() if found.get(name) is not before.get(name)]
                 if names:
-                    self._changed += [f"{prefix}.{name}" if prefix else name for name in sorted(names)]
+                    changed += [prefix + name for name in sorted(names)]
                     found.clear()
                     found.update(before)
-        for name, tensor, data in self._data:
-            if not _same(tensor, data):
-                self._changed.append(name)
-                tensor.data = data
+        for name, tensor, kept in data:
+            if not _same(tensor, kept):
+                changed.append(name)
+                tensor.data = kept
 
 
 def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:

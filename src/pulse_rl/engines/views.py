@@ -31,7 +31,8 @@ class LiveViews:
     """Published name → the engine's live memory.
 
     views: of live memory; tied tensors have one. kept: tensors in host memory, which the engine does not hold, or has
-    computed with. rebuilding: what is derived from the weights. ignored: the names of those that it does not hold.
+    computed with. rebuilding: what is derived from the weights. ignored: the names of those that the engine does not
+    hold, as its loader passes them over; from `prove` on, of those that are on no rank.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class LiveViews:
         ignored: tuple[str, ...],
     ) -> None:
         self._views, self._kept, self._rebuilding = dict(views), dict(kept), rebuilding
-        self._ignored = ignored
+        self.ignored = ignored
 
     @classmethod
     def of(
@@ -96,11 +97,6 @@ class LiveViews:
         kept = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for name, spec in unheld.items()}
         return cls(views, {**kept, **sources}, Rebuilding([*again, *derived]), tuple(kept))
 
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Published tensors that the engine does not hold: its loader passes them over. From `prove` on: on no rank."""
-        return self._ignored
-
     def weights(self) -> dict[str, Any]:
         """Published name → tensor, Shard or list of Shards; the same memory each time."""
         return {**self._views, **self._kept}
@@ -115,8 +111,8 @@ class LiveViews:
         ranks = ranks or Ranks()
         if ranks.size > 1:
             passed = ranks.share("find what no rank holds", lambda: list(self._kept), list[str])
-            self._ignored = tuple(name for name in passed[0] if all(name in names for names in passed))
-            self._kept = {name: self._kept[name] for name in self._ignored} if ranks.rank == 0 else {}
+            self.ignored = tuple(name for name in passed[0] if all(name in names for names in passed))
+            self._kept = {name: self._kept[name] for name in self.ignored} if ranks.rank == 0 else {}
         return prove(self._views, self._kept, history, checkpoint, ranks)
 
     def prove_derived(self) -> None:
