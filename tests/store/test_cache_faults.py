@@ -20,6 +20,7 @@ from pulse_rl.history.operate.verify import verify
 from pulse_rl.store import cache as caching
 from pulse_rl.store import cached_files
 from pulse_rl.store.cache import CachedStore
+from pulse_rl.store.cached_files import CachedFile
 from pulse_rl.store.patient import PatientStore, patient, unwrapped
 from tests.conftest import Trainee
 from tests.loco.ranks import Ranks, good
@@ -66,6 +67,20 @@ def test_what_a_killed_process_leaves_is_deleted(world: World) -> None:
     other, data = world.put(2, 6 << 20)
     assert bytes(world.open(7 << 20).get(other)) == data
     assert world.kept() == world.kept_as(other)
+
+
+def test_a_disk_that_damages_whatever_it_keeps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges are read of the store after some attempts, and not downloaded for ever."""
+
+    def damaged(file: CachedFile, start: int, stop: int) -> memoryview:
+        raise pulse.IntegrityError("a block does not match its hash")
+
+    monkeypatch.setattr(CachedFile, "read", damaged)
+    name, data = world.put(1, 1 << 20)
+    store = world.open()
+    assert bytes(store.read_range(name, 1000, 5000)) == data[1000:5000]
+    assert bytes(store.get(name)) == data
+    assert world.gets[name] <= caching.ATTEMPTS + 2
 
 
 def test_a_process_that_does_not_come_forward(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

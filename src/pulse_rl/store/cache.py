@@ -44,6 +44,7 @@ log = logger(__name__)
 
 CACHE_NBYTES = 8 << 30
 PART_NBYTES = 8 << 20
+ATTEMPTS = 4  # to read ranges of a file that is damaged, or deleted for another object's room; then the store is asked
 PAUSE_S = 60.0  # nothing is kept for so long after the disk has refused a file
 
 # As `history/manifest.py` makes them: a folder, the sequence number, the random digits, and what kind of object it is.
@@ -140,7 +141,9 @@ class CachedStore(StoreAround):
     ) -> list[memoryview]:
         """As the function of this name, from a file that is opened once: here bytes cost less than requests."""
         wanted = [(start, stop) for start, stop in ranges if not is_empty(start, stop)]
-        while wanted and (found := self._find(name, most)) is not None:
+        for _ in range(ATTEMPTS if wanted else 0):
+            if (found := self._find(name, most)) is None:
+                break
             if isinstance(found, Download):
                 for _ in self._kept(found, name):
                     if not found.is_open:
