@@ -95,7 +95,6 @@ class Delivery:
         self._unlisted: list[PatchLink] = []  # skip patches to it: the next version's trail will list them
         self._skips = Skips()
         self._committing: str | None = None  # the token of the last attempt that may have been committed
-        self._parts: list[PatchObject] = []  # of the last patch that was put, by rank
         self._one_store = False  # whether the first rank is known to have the store of all others
 
     def resume(self, head: Manifest) -> None:
@@ -122,10 +121,10 @@ class Delivery:
         """
         start = time.perf_counter()
         try:
-            manifest = self._put_parts(attempt)
+            manifest, data = self._put_parts(attempt)
             manifest = self._put_anchor(attempt, manifest)
             entries = {name: view.delivery.put(view.attempt).entry(view.form) for name, view in views.items()}
-            manifest = self._commit(attempt, msgspec.structs.replace(manifest, views=entries))
+            manifest = self._commit(attempt, msgspec.structs.replace(manifest, views=entries), data)
             for name, view in views.items():
                 view.delivery._stand(manifest.of(name))
         except BaseException:
@@ -145,28 +144,30 @@ class Delivery:
         """Put the objects of a view's version. A collective. Returns the manifest with them: on ranks but the first
         without the trail.
         """
-        manifest = self._put_anchor(attempt, self._put_parts(attempt))
-        return self._ranks.do("put a trail", partial(self._put_trail, attempt, manifest))
+        manifest, data = self._put_parts(attempt)
+        manifest = self._put_anchor(attempt, manifest)
+        return self._ranks.do("put a trail", partial(self._put_trail, attempt, manifest, data))
 
-    def _put_parts(self, attempt: Attempt) -> Manifest:
-        """Put every rank's part of the patch. Returns the manifest with the patch."""
+    def _put_parts(self, attempt: Attempt) -> tuple[Manifest, bytes]:
+        """Put every rank's part of the patch. Returns the manifest with the patch, and what is put under its name."""
         manifest, base = attempt.manifest, attempt.base
         if attempt.encoded is None or base is None:
-            return manifest
+            return manifest, b""
         patch = attempt.encoded.patch
-        ref = self._put_patch("put a patch", patch, manifest.sequence, attempt.start.token)
+        data, ref = self._put_patch("put a patch", patch, manifest.sequence, attempt.start.token)
         fields = {name: getattr(ref, name) for name in PatchObject.__struct_fields__}
         changes = attempt.new.changes
         described = PatchRef(**fields, base=base.version, codec=patch.header.codec, changes=changes)
-        return msgspec.structs.replace(manifest, patch=described)
+        return msgspec.structs.replace(manifest, patch=described), data
 
-    def _put_patch(self, what: str, patch: EncodedPatch, sequence: int, token: str) -> PatchObject:
-        """Put this rank's part of a patch, unless it is alone. Returns the whole patch's reference.
+    def _put_patch(self, what: str, patch: EncodedPatch, sequence: int, token: str) -> tuple[bytes, PatchObject]:
+        """Put this rank's part of a patch, unless it is alone. Returns what is put under its name, and its reference.
 
-        A patch of one rank, and the list of several parts, are put together with the trail, which saves a round trip.
+        That is the patch of one rank, or the list of several parts: it is put together with the trail, which saves a
+        round trip.
         """
         if self._ranks.size == 1:
-            return describe(patch_name(sequence, token), patch)
+            return patch.data, describe(patch_name(sequence, token), patch)
         name = parts_name(sequence, token)
 
         def put() -> tuple[int, str, int, str]:
@@ -175,8 +176,7 @@ class Delivery:
             return part.nbytes, part.blake3, part.head_nbytes, part.head_blake3
 
         rows = self._ranks.share(what, put, tuple[int, str, int, str])
-        self._parts = [PatchObject(part_name(name, rank), *row) for rank, row in enumerate(rows)]
-        return list_parts(name, self._parts)[1]
+        return list_parts(name, [PatchObject(part_name(name, rank), *row) for rank, row in enumerate(rows)])
 
     def _put_anchor(self, attempt: Attempt, manifest: Manifest) -> Manifest:
         """Put the version's anchor, if it has one. Returns the manifest with it."""
@@ -195,11 +195,12 @@ class Delivery:
         return_freed()  # an upload holds some parts of 8 MB
         return manifest
 
-    def _commit(self, attempt: Attempt, manifest: Manifest) -> Manifest:
+    def _commit(self, attempt: Attempt, manifest: Manifest, data: bytes) -> Manifest:
         """Put the trail, and on the first rank commit. Returns the manifest as it is committed."""
         if self._ranks.rank:
             self._committing = attempt.start.token
-        created = self._ranks.share("commit a version", partial(self._commit_first, attempt, manifest), float)[0]
+        commits = partial(self._commit_first, attempt, manifest, data)
+        created = self._ranks.share("commit a version", commits, float)[0]
         if self._ranks.rank:
             self._stand(msgspec.structs.replace(manifest, created=created))
         assert self.committed is not None
@@ -209,31 +210,31 @@ class Delivery:
         """Go on from a version that is committed."""
         self.committed, self._trail, self._unlisted = manifest, self._next_trail, []
 
-    def _commit_first(self, attempt: Attempt, manifest: Manifest) -> float:
+    def _commit_first(self, attempt: Attempt, manifest: Manifest, data: bytes) -> float:
         """On the first rank: put the list of parts and the trail, and commit. Returns when."""
         if self._ranks.rank:
             return 0.0
-        manifest = self._put_trail(attempt, manifest)
+        manifest = self._put_trail(attempt, manifest, data)
         manifest = msgspec.structs.replace(manifest, created=time.time())
-        data = seal(self.history, manifest)
+        sealed = seal(self.history, manifest)
         self._committing = attempt.start.token
-        commit(self.history, manifest, data)
+        commit(self.history, manifest, sealed)
         self._stand(manifest)
         return manifest.created
 
-    def _put_trail(self, attempt: Attempt, manifest: Manifest) -> Manifest:
-        """On the first rank: put the list of parts and the trail. Returns the manifest with the trail."""
+    def _put_trail(self, attempt: Attempt, manifest: Manifest, data: bytes) -> Manifest:
+        """On the first rank: put the patch or the list of its parts, and the trail. Returns the manifest with it."""
         if self._ranks.rank:
             return manifest
         self._check_one_store(manifest)
-        if manifest.patch is None or attempt.encoded is None or attempt.base is None:
+        if manifest.patch is None or attempt.base is None:
             self._next_trail = Trail(manifest.sequence)
             return manifest
         link = PatchLink(manifest.patch, attempt.base.sequence, state_of(manifest))
         self._next_trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
         encoded = self._next_trail.encode()
         trail_ref = refer(trail_name(manifest.sequence, attempt.start.token), encoded)
-        data, name = self._first_object(attempt.encoded.patch, manifest.patch), manifest.patch.name
+        name = manifest.patch.name
         manifest = msgspec.structs.replace(manifest, trail=trail_ref)
         decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
         with ThreadPoolExecutor(1) as pool:  # both at once saves a round trip
@@ -249,7 +250,8 @@ class Delivery:
         """
         if self._one_store or self._ranks.size == 1:
             return
-        parts = [part.name for part in self._parts] if manifest.patch else []
+        patch = manifest.patch
+        parts = [part_name(patch.name, rank) for rank in range(patch.parts)] if patch else []
         names = [*parts, *(file.name for file in manifest.anchor)]
         store = self.history.store
         try:
@@ -265,10 +267,6 @@ class Delivery:
                     name=name,
                 )
         self._one_store = bool(parts)
-
-    def _first_object(self, patch: EncodedPatch, ref: PatchObject) -> bytes:
-        """What is put under a patch's name: the patch, or the list of its parts."""
-        return list_parts(ref.name, self._parts)[0] if ref.parts else patch.data
 
     def _follow_up(self, attempt: Attempt, manifest: Manifest, views: Mapping[str, InView], start: float) -> Delivered:
         """What is done after the commit, which cannot fail any more."""
@@ -351,11 +349,11 @@ class Delivery:
         delta = sum(one.delta for one in found)
         prove = partial(prove_skip, coded, base, now, overlay, newest, delta, self._ranks)
         proved = self._ranks.do("prove a skip patch", prove)
-        ref = self._put_patch("put a skip patch", proved, now.sequence, found[0].token)
+        data, ref = self._put_patch("put a skip patch", proved, now.sequence, found[0].token)
 
         def put_first() -> None:
             if self._ranks.rank == 0:
-                self.history.store.put(ref.name, self._first_object(proved, ref))
+                self.history.store.put(ref.name, data)
                 self._unlisted.append(PatchLink(ref, base.sequence, now))
 
         self._ranks.do("list a skip patch", put_first)
