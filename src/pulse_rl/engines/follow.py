@@ -70,17 +70,8 @@ class Follower(Protocol):
 
     def state(self) -> EngineState: ...
 
-    def follow(
-        self,
-        store: str,
-        *,
-        cache: str | None,
-        public_key: str | None,
-        heartbeat: str | None,
-        patience: float,
-        view: str | None,
-        wait: bool,
-    ) -> EngineState: ...
+    @property
+    def follow(self) -> Callable[..., EngineState]: ...  # takes the fields of a `Follow`, and whether to wait
 
     def stage(self, version: int) -> EngineState: ...
 
