@@ -35,7 +35,6 @@ class Landing:
 
     def __init__(self, reading: Reading, weights: Layout) -> None:
         self.reading = reading
-        self.added = 0  # how often `complete` has added pieces to the weights
         self._weights = weights
 
     @property
@@ -135,17 +134,17 @@ class _Ahead:
 
     def _submit(self) -> None:
         if self._left:
-            weights, self._added = self.landing.weights, self.landing.added
-            self._pending = self._pool.submit(fetch_patch, self._store, self._left[-1].ref, self._limit, weights)
+            self._weights = self.landing.weights
+            self._pending = self._pool.submit(fetch_patch, self._store, self._left[-1].ref, self._limit, self._weights)
 
     def next(self) -> Fetched:
         """Wait for the next patch. Raises as `fetch_patch`."""
         fetched = self._pending.result()
-        link, added = self._left.pop(), self._added
+        link, before, weights = self._left.pop(), self._weights, self.landing.weights
         self._submit()
-        if added == self.landing.added or has_share(fetched, self.landing.weights):
+        if weights is before or has_share(fetched, weights):
             return fetched
-        return fetch_patch(self._store, link.ref, self._limit, self.landing.weights)  # pieces were added meanwhile
+        return fetch_patch(self._store, link.ref, self._limit, weights)  # pieces were added meanwhile
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

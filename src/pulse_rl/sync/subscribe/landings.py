@@ -62,7 +62,6 @@ class ShareLanding(Landing):
         older = self.before(live)
         held = live if older is None else older.by_name()
         self._add(fetch_strips(self.reading.ranks, self._share.plan, self._needed, held))
-        self.added += 1
 
     def _add(self, strips: Halo) -> None:
         self._weights = with_pieces(self._weights, strips)
