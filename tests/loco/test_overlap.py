@@ -124,14 +124,14 @@ def run_of(group: Any, rank: int, size: int, folder: str, resumed: bool) -> tupl
         state = torch.load(file, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        rounds.loco.load_state_dict(state["rounds"])
+        rounds.load_state_dict(state["rounds"])
         step = 7
-    with rounds.loco:
+    with rounds:
         while step < 9:
             begun, step = step, min(recipe.round_end(step), 9)
             for number in range(begun, step):
                 inner_step(model, optimizer, rank, number)
-            ended = rounds.end()
+            ended = rounds.exchanged()
             weights = rounds.weights()
             published.append(pulse.digest(weights))
             names = dict(weights) if isinstance(weights, dict) else model.state_dict()

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from pulse_rl import Membership
 from pulse_rl.errors import require
+from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S, own_address
 from pulse_rl.flow.training.meeting import RestartableTrainers
@@ -21,7 +22,7 @@ LIGHTHOUSE = "lighthouse"  # what rank 0 shares: the lighthouse's URL
 class ElasticExchange(RestartableTrainers):
     """A TrainerGroup whose rounds are of the trainers that live."""
 
-    def _meet(self) -> Membership:
+    def _meet(self, recipe: PolicyRecipe) -> Membership:
         host = own_address()
         self._lighthouse = _start_lighthouse(self._calls, host) if self._rank == 0 else None
         while not (found := self._calls.shared(LIGHTHOUSE)):

@@ -14,8 +14,9 @@ the token, whatever led to the live weights. The assumption is that clipping bou
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,24 @@ import torch.distributed as dist
 from pulse_rl import digest
 from pulse_rl.errors import IntegrityError
 from pulse_rl.flow.recipe import PolicyRecipe
-from pulse_rl.flow.training.exchange import Exchanged, Rounds, Weights
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
 from pulse_rl.loco.members import TRAINERS
 from pulse_rl.weights.layout import layout
+from pulse_rl.weights.names import named_parameters
 
+Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
+
+
+class Exchanged(NamedTuple):
+    """What one trainer exchanged in a round."""
+
+    sent_nbytes: int
+    density: float  # of what it sent
+    seconds: float | None  # None where they are not measured
+    stalled_s: float | None  # in which no step could be taken
+    digest: str  # of its float32 weights after the round
 
 
 class TrainerGroup:
@@ -38,8 +50,10 @@ class TrainerGroup:
     Each method is collective, but for weights and state.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
+        self._recipe, self._model = recipe, model
+        self._parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+        self._elements = sum(parameter.numel() for parameter in self._parameters.values())
 
     @property
     def step(self) -> int | None:
@@ -67,6 +81,10 @@ class TrainerGroup:
         """
         return [record], {}
 
+    def exchanged(self) -> Exchanged:
+        """What this trainer has exchanged with others in a round that has ended."""
+        raise NotImplementedError
+
     def weights(self) -> Weights:
         """What all trainers share after a round: the same bits on each."""
         return self._model
@@ -86,22 +104,20 @@ class TrainerGroup:
         """Take up a state, before the others are joined."""
 
 
-class SeveralTrainers(TrainerGroup):
-    """Trainers in a process group; what they exchange is up to the subclasses."""
+class NetworkTrainers(TrainerGroup):
+    """Trainers that agree in a process group; what they exchange is up to the subclasses."""
 
-    def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self._recipe = recipe
-        self._group = Group.of(wording=TRAINERS)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._elements = sum(parameter.numel() for parameter in self._parameters.values())
+    @cached_property
+    def _group(self) -> Group:
+        return Group.of(wording=TRAINERS)
 
     def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
         if exception[0] is None:  # after an error the others may be gone
             dist.destroy_process_group()
 
     def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        mine = json.dumps((record, self._exchanged())).encode()
+        mine = json.dumps((record, self.exchanged())).encode()
         received = [json.loads(bytes(data)) for data in self._group.gather(mine, RECORD_LIMIT)]
         return merge_rounds(self._recipe, self._elements, received)
 
@@ -111,40 +127,8 @@ class SeveralTrainers(TrainerGroup):
     def barrier(self) -> None:
         self._group.gather_numbers([0])
 
-    def _exchanged(self) -> Exchanged:
-        """What this trainer exchanged in the round, as `Rounds.end`."""
-        raise NotImplementedError
 
-
-class RoundExchange(SeveralTrainers):
-    """PULSELoCo or DiLoCo: the inner optimizer's steps exchange pseudo-gradients."""
-
-    def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(recipe, model)
-        self._rounds = Rounds(recipe, model, optimizer)
-
-    def __enter__(self) -> Self:
-        self._rounds.loco.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._rounds.loco.__exit__(*exception)
-        super().__exit__(*exception)
-
-    def weights(self) -> Weights:
-        return self._rounds.weights()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._rounds.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rounds.loco.load_state_dict(state)
-
-    def _exchanged(self) -> Exchanged:
-        return self._rounds.end()
-
-
-class GradientAverage(SeveralTrainers):
+class GradientAverage(NetworkTrainers):
     """DDP: every step averages the gradients of all trainers, added in rank order as the other methods add."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
@@ -161,7 +145,7 @@ class GradientAverage(SeveralTrainers):
         self._sent_nbytes += 4 * self._elements
         self._seconds += sum(timings.seconds.values())
 
-    def _exchanged(self) -> Exchanged:
+    def exchanged(self) -> Exchanged:
         sent, self._sent_nbytes = self._sent_nbytes, 0
         seconds, self._seconds = self._seconds, 0.0
         held = digest(layout(self._parameters))

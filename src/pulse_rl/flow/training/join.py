@@ -12,7 +12,8 @@ import torch.distributed as dist
 from pulse_rl.flow.engine import node_address
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
-from pulse_rl.flow.training.group import GradientAverage, RoundExchange, TrainerGroup
+from pulse_rl.flow.training.exchange import NetworkRounds
+from pulse_rl.flow.training.group import GradientAverage, TrainerGroup
 from pulse_rl.flow.training.sharded import ShardedTrainers
 
 # A trainer that dies is noticed at once. This limit is for a silent network. It is longer than a trainer may wait for
@@ -27,13 +28,13 @@ def join(
 ) -> TrainerGroup:
     """The group for a policy's settings; returns when all trainers have joined its process group."""
     if recipe.trainers == 1:
-        return TrainerGroup(model)
+        return TrainerGroup(recipe, model)
     _form_process_group(recipe.trainers, rank, calls)
     if recipe.sharded:
         return ShardedTrainers(recipe, model, optimizer)
     if recipe.trainer_sync == "ddp":
         return GradientAverage(recipe, model)
-    return RoundExchange(recipe, model, optimizer)
+    return NetworkRounds(recipe, model, optimizer)
 
 
 def _form_process_group(trainers: int, rank: int, calls: PolicyCalls) -> None:

@@ -12,7 +12,7 @@ from pulse_rl import PublishReport
 from pulse_rl.flow import metrics
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
-from pulse_rl.flow.training.exchange import Weights
+from pulse_rl.flow.training.group import Weights
 from pulse_rl.flow.training.versions import PolicyHistory
 from pulse_rl.logs import logger
 from pulse_rl.watch.measurements import phases_of

@@ -17,12 +17,12 @@ import torch
 from pulse_rl import Membership, StoreGroup
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
-from pulse_rl.flow.training.exchange import Rounds, Weights
-from pulse_rl.flow.training.group import TrainerGroup, merge_rounds
+from pulse_rl.flow.training.exchange import Rounds
+from pulse_rl.flow.training.group import merge_rounds
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S
 
 
-class RestartableTrainers(TrainerGroup):
+class RestartableTrainers(Rounds):
     """Trainers that agree through the Dataflow; what rounds are exchanged through is up to the subclasses."""
 
     def __init__(
@@ -33,42 +33,28 @@ class RestartableTrainers(TrainerGroup):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        super().__init__(model)
-        self._recipe, self._rank, self._calls = recipe, rank, calls
-        self._rounds = Rounds(recipe, model, optimizer, self._meet())
-        self._elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._rank, self._calls = rank, calls
+        super().__init__(recipe, model, optimizer, self._meet(recipe))
         self._barriers = 0  # in this round
 
     def __enter__(self) -> Self:
-        loco = self._rounds.loco
-        loco.__enter__()
-        self._calls.share("joined", self._rank, loco.round)
+        super().__enter__()
+        self._calls.share("joined", self._rank, self.loco.round)
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._rounds.loco.__exit__(*exception)
 
     @property
     def step(self) -> int:
         """Steps done."""
-        return self._round * self._recipe.round_steps
-
-    @property
-    def _round(self) -> int:
-        """Rounds done."""
-        return self._rounds.loco.round
+        return self.loco.round * self._recipe.round_steps
 
     def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        exchanged = self._rounds.end()
+        exchanged = self.exchanged()
         self._barriers = 0
         found = self._gather("record", (record, exchanged))
         return merge_rounds(self._recipe, self._elements, found.values())
 
-    def weights(self) -> Weights:
-        return self._rounds.weights()
-
     def agree(self, number: int) -> int:
-        what = f"version {self._round}"
+        what = f"version {self.loco.round}"
         found = self._calls.share(what, self._rank, number)
         while 0 not in found:
             time.sleep(IDLE_S)
@@ -79,21 +65,15 @@ class RestartableTrainers(TrainerGroup):
         self._barriers += 1
         self._gather(f"barrier {self._barriers}", True)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._rounds.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rounds.loco.load_state_dict(state)
-
-    def _meet(self) -> StoreGroup | Membership:
+    def _meet(self, recipe: PolicyRecipe) -> StoreGroup | Membership:
         """What this trainer's rounds are exchanged through."""
         raise NotImplementedError
 
     def _gather(self, what: str, value: Any) -> dict[int, Any]:
         """The values, by rank, of all trainers that were there when the last round began."""
-        what = f"{what} {self._round}"
+        what = f"{what} {self.loco.round}"
         found = self._calls.share(what, self._rank, value)
-        while not _there(self._calls.shared("joined"), self._round) <= found.keys():
+        while not _there(self._calls.shared("joined"), self.loco.round) <= found.keys():
             time.sleep(IDLE_S)
             found = self._calls.shared(what)
         return dict(sorted(found.items()))
@@ -102,8 +82,7 @@ class RestartableTrainers(TrainerGroup):
 class StoreExchange(RestartableTrainers):
     """A TrainerGroup whose rounds go through a store."""
 
-    def _meet(self) -> StoreGroup:
-        recipe = self._recipe
+    def _meet(self, recipe: PolicyRecipe) -> StoreGroup:
         assert recipe.trainer_store is not None
         return StoreGroup(recipe.trainer_store, rank=self._rank, world_size=recipe.trainers, timeout=TIMEOUT_S)
 

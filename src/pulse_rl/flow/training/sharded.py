@@ -13,8 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from pulse_rl.flow.recipe import PolicyRecipe
-from pulse_rl.flow.training.exchange import Exchanged, Weights
-from pulse_rl.flow.training.group import SeveralTrainers
+from pulse_rl.flow.training.group import Exchanged, NetworkTrainers, Weights
 from pulse_rl.group.collectives import Group
 from pulse_rl.weights.bits import is_dtensor
 from pulse_rl.weights.digests import MASK, empty_digest, state_digest, to_hex
@@ -23,7 +22,7 @@ from pulse_rl.weights.layout import layout
 MOMENTS = "exp_avg", "exp_avg_sq"  # of AdamW's state: sharded as their parameter
 
 
-class ShardedTrainers(SeveralTrainers):
+class ShardedTrainers(NetworkTrainers):
     """FSDP2. The optimizer, which has taken no step yet, gets the shares in place of the parameters."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -43,7 +42,7 @@ class ShardedTrainers(SeveralTrainers):
     def passes(self, number: int) -> int:
         return int(self._group.gather_numbers([number]).max())
 
-    def _exchanged(self) -> Exchanged:
+    def exchanged(self) -> Exchanged:
         # What is gathered and averaged goes over the network within the passes: neither bytes nor seconds are measured.
         # A trainer sends its gradients in each step, as with DDP; the weights that are gathered are not counted.
         sent = 4 * self._elements * self._recipe.round_steps

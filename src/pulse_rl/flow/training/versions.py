@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pulse_rl import Publisher, PublishReport, digest
 from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import PolicyRecipe
-from pulse_rl.flow.training.exchange import Weights
+from pulse_rl.flow.training.group import Weights
 from pulse_rl.flow.training.sharded import shared_digest
 from pulse_rl.group.collectives import Group
 from pulse_rl.weights.layout import layout
