@@ -15,8 +15,8 @@ from pulse_rl.flow.data import service
 from pulse_rl.flow.data.curators import All
 from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.driver import run as run_driver
-from pulse_rl.flow.driver import trainer_pool
-from pulse_rl.flow.driver.trainer_pool import TrainerPool
+from pulse_rl.flow.driver import trainers
+from pulse_rl.flow.driver.trainers import DEATHS, PolicyTrainers
 from pulse_rl.flow.training.meeting import _there
 from tests.flow.runs import PATIENCE_S, exposed, run, sets, start, until
 
@@ -101,20 +101,22 @@ class Handle:
         pass
 
 
-def _pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[TrainerPool, list[Handle], Dataflow, list[str]]:
-    """A pool of three trainers that come and go, their processes in the order of their starts, and what it logged."""
+def _pool(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *sets: str
+) -> tuple[PolicyTrainers, list[Handle], Dataflow, list[str]]:
+    """Three trainers, that come and go without other `sets`; their processes as they started, and what was logged."""
     started: list[Handle] = []
 
     def start(*_: Any, **__: Any) -> Handle:
         started.append(Handle())
         return started[-1]
 
-    monkeypatch.setattr(trainer_pool, "start", start)
-    monkeypatch.setattr(trainer_pool, "GRACE_S", 0)
-    recipe = recipe_file.load("math", [f"out={tmp_path}", "policies.solver.trainers=3", "policies.solver.elastic=true"])
+    monkeypatch.setattr(trainers, "start", start)
+    monkeypatch.setattr(trainers, "GRACE_S", 0.2 if sets else 0)
+    recipe = recipe_file.load("math", [f"out={tmp_path}", "trainers=3", *(sets or ["elastic=true"])])
     flow = Dataflow({"solver": service.settings(recipe, "solver")}, All())
     said: list[str] = []
-    return TrainerPool(recipe, "solver", flow, said.append), started, flow, said
+    return PolicyTrainers(recipe, "solver", flow, said.append), started, flow, said
 
 
 @pytest.mark.parametrize(
@@ -125,9 +127,10 @@ def test_of_trainers_that_come_and_go_one_is_started_again_alone(
 ) -> None:
     pool, started, flow, said = _pool(monkeypatch, tmp_path)
     started[1].end = error
-    assert not pool.ended()
-    pool.restart()
-    assert (len(started), pool.restarts, pool.ended()) == (4, 1, False)
+    pool.poll()
+    assert (len(started), pool.result) == (4, None)
+    running: list[Any] = pool.running()
+    assert running == [started[0], started[3], started[2]]
     assert said == ["trainer-1 was lost: starting it again; it joins the others, who go on"]
     assert flow._buffers["solver"].state.absent == [1]
     (joined,) = flow._state.shared.values()
@@ -136,16 +139,35 @@ def test_of_trainers_that_come_and_go_one_is_started_again_alone(
 
 def test_trainers_that_come_and_go_have_ended_with_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where another one was killed, or is still joining: there is no lighthouse any more."""
-    pool, started, _, _ = _pool(monkeypatch, tmp_path)
+    pool, started, _, said = _pool(monkeypatch, tmp_path)
     started[0].end = {"step": 8}
     started[1].end = ProcessDiedError("killed", process="trainer-1")
-    pool.restart()
-    assert pool.ended()
-    assert (pool.result(), len(started)) == ({"step": 8}, 3)
-    started[0].end = ProcessDiedError("killed", process="trainer-0")
-    assert pool.ended()
-    with pytest.raises(ProcessDiedError):
-        pool.result()
+    pool.poll()
+    assert (pool.result, len(started), said) == ({"step": 8, "restarts": 0}, 3, [])
+
+
+def test_where_rank_0_dies_all_are_started_again_until_it_is_in_vain(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool, started, _, said = _pool(monkeypatch, tmp_path)
+    for number in range(DEATHS - 1):
+        started[-3].end = ProcessDiedError("killed", process="trainer-0")
+        pool.poll()
+        assert (len(started), len(said)) == (3 * (number + 2), number + 1)
+    assert set(said) == {"one of the 3 trainers died; all go on from step 0"}
+    started[-3].end = ProcessDiedError("killed", process="trainer-0")
+    with pytest.raises(ProcessDiedError, match="5 times without a new version in between: killed"):
+        pool.poll()
+
+
+def test_an_error_that_follows_that_of_a_lost_trainer_is_the_one_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool, started, _, _ = _pool(monkeypatch, tmp_path, "overlap=1")
+    started[0].end, started[1].end = pulse.ExchangeError("lost trainer-2"), pulse.ExchangeError("lost trainer-2")
+    monkeypatch.setattr(trainers, "wait", lambda *_: setattr(started[2], "end", MemoryError()))
+    with pytest.raises(MemoryError):
+        pool.poll()
 
 
 def test_an_error_of_a_trainer_that_comes_and_goes_ends_the_run(
@@ -153,10 +175,8 @@ def test_an_error_of_a_trainer_that_comes_and_goes_ends_the_run(
 ) -> None:
     pool, started, _, _ = _pool(monkeypatch, tmp_path)
     started[2].end = MemoryError()
-    pool.restart()
-    assert pool.ended()
     with pytest.raises(MemoryError):
-        pool.result()
+        pool.poll()
 
 
 def test_torchft_is_asked_for_before_the_run_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """The pool that starts workers again, with workers that always die, or cannot start."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from pulse_rl.errors import ProcessDiedError
-from pulse_rl.flow.driver.worker_pool import DEATHS, Reported, WorkerPool
-from pulse_rl.flow.engine import ProcessHandle
+from pulse_rl.flow.driver import pools
+from pulse_rl.flow.driver.pools import DEATHS, WorkerPool
+from pulse_rl.flow.recipe import PoolRecipe, Recipe
 
 
 class _Handle:
@@ -35,38 +36,48 @@ OF_MEMORY = ProcessDiedError("its process died", process="worker-0", memory=True
 NO_MODULE = ValueError("hot_cold cannot be imported")
 
 
-class _Crew:
-    """The first worker always fails; the others live. working: those that have proved a version."""
+class _Board:
+    """What workers have reported. working: those that have proved a version."""
 
-    def __init__(self, *working: str, error: Exception = DIED) -> None:
-        self._working, self._error = working, error
-        self.gone: dict[str, Any] = {}
+    def __init__(self, *working: str) -> None:
+        self.working = working
+        self.gone: dict[str, Any] = {}  # what is shown of the first worker
 
-    def start(self, name: str) -> ProcessHandle:
-        return cast(ProcessHandle, _Handle(self._error if name == "worker-0" else None))
+    def board(self) -> dict[str, Any]:
+        facts = {"pid": 7, "policies": {"solver": {"verified": True}}}
+        return {"worker-0": {"pid": 7}} | dict.fromkeys(self.working, facts)
 
-    def reported(self, name: str) -> Reported:
-        return Reported(pid=7, verified=name in self._working)
-
-    def lost(self, name: str, facts: Any) -> None:
+    def lost(self, name: str) -> None:
         assert name == "worker-0"
-        assert not facts["verified"]
+
+    def report(self, name: str, facts: Any) -> None:
+        assert name == "worker-0"
+        assert facts["policies"] == {}
         self.gone = facts
 
 
-def _pool(crew: _Crew) -> tuple[WorkerPool, list[str]]:
-    said: list[str] = []
-    pool = WorkerPool(crew, said.append, "worker")
-    pool.add()
-    pool.add()
-    return pool, said
+@pytest.fixture
+def pool_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a pool of two workers, of which the first one always fails, and what it logs."""
+
+    def make(board: _Board, error: Exception) -> tuple[WorkerPool, list[str]]:
+        monkeypatch.setattr(pools, "start", lambda name, *_, **__: _Handle(error if name == "worker-0" else None))
+        said: list[str] = []
+        pool = WorkerPool(Recipe(), PoolRecipe(name="worker"), board, said.append)
+        pool.add()
+        pool.add()
+        return pool, said
+
+    return make
 
 
 @pytest.mark.parametrize(
     ("error", "why"), [(DIED, "died"), (OF_MEMORY, "was ended by Ray, as the memory of its node ran out")]
 )
-def test_one_worker_that_keeps_dying_ends_a_run_in_which_no_other_works(error: Exception, why: str) -> None:
-    pool, said = _pool(_Crew(error=error))
+def test_one_worker_that_keeps_dying_ends_a_run_in_which_no_other_works(
+    pool_of: Any, error: Exception, why: str
+) -> None:
+    pool, said = pool_of(_Board(), error)
     for _ in range(DEATHS - 1):
         pool.poll()
     with pytest.raises(ProcessDiedError, match="worker-0 .pid 7 on node-3. died 5 times without proving a version"):
@@ -75,10 +86,10 @@ def test_one_worker_that_keeps_dying_ends_a_run_in_which_no_other_works(error: E
 
 
 @pytest.mark.parametrize("error", [DIED, NO_MODULE])
-def test_one_worker_that_keeps_failing_is_left_out_where_others_work(error: Exception) -> None:
+def test_one_worker_that_keeps_failing_is_left_out_where_others_work(pool_of: Any, error: Exception) -> None:
     """As on a node that was added without the user's module: the run goes on, and does not wait for it at its end."""
-    crew = _Crew("worker-1", error=error)
-    pool, said = _pool(crew)
+    board = _Board("worker-1")
+    pool, said = pool_of(board, error)
     for _ in range(2 * DEATHS):
         pool.poll()
     assert len(said) == DEATHS
@@ -87,17 +98,17 @@ def test_one_worker_that_keeps_failing_is_left_out_where_others_work(error: Exce
     assert pool.names() == ["worker-1"]
     assert len(pool.running()) == 1
     assert pool.results() == []
-    assert crew.gone["left_out"]
-    assert (crew.gone["restarting"], crew.gone["restarts"]) == (False, DEATHS - 1)
+    assert board.gone["left_out"]
+    assert (board.gone["restarting"], board.gone["restarts"]) == (False, DEATHS - 1)
 
 
-def test_a_worker_that_cannot_start_is_left_out_also_once_the_others_have_ended() -> None:
+def test_a_worker_that_cannot_start_is_left_out_also_once_the_others_have_ended(pool_of: Any) -> None:
     """At the end of a run: they have proved what they hold, and their places on the board may be gone."""
-    crew = _Crew("worker-1", error=NO_MODULE)
-    pool, _ = _pool(crew)
-    pool.running()[1].done = True  # type: ignore[attr-defined]
+    board = _Board("worker-1")
+    pool, _ = pool_of(board, NO_MODULE)
+    pool.running()[1].done = True
     pool.poll()
-    crew.reported = lambda name: Reported()  # type: ignore[method-assign]
+    board.working = ()
     for _ in range(DEATHS):
         pool.poll()
     assert pool.running() == []
@@ -105,8 +116,10 @@ def test_a_worker_that_cannot_start_is_left_out_also_once_the_others_have_ended(
 
 
 @pytest.mark.parametrize("working", [[], ["worker-0", "worker-1"]])
-def test_what_a_worker_raises_ends_the_run_where_it_had_started_or_no_other_works(working: list[str]) -> None:
-    pool, said = _pool(_Crew(*working, error=ValueError("wrong")))
+def test_what_a_worker_raises_ends_the_run_where_it_had_started_or_no_other_works(
+    pool_of: Any, working: list[str]
+) -> None:
+    pool, said = pool_of(_Board(*working), ValueError("wrong"))
     with pytest.raises(ValueError, match="wrong") as found:
         pool.poll()
     assert "raised by worker-0 on node-3" in found.value.__notes__

@@ -2,40 +2,118 @@
 
 Workers join on request (`pulse-rl rollout`) and by the autoscaling rule, which also lets them leave. One that leaves
 finishes what it plays and proves what it holds.
+
+After a worker died, the run's board shows it as `restarting` until its new process reports itself. One that cannot
+start, as on a node where the user's module is missing, ends a run only in which no other worker has proved a version.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from pulse_rl.errors import ProcessDiedError, one_line
 from pulse_rl.flow.data.balance import WaitRule
-from pulse_rl.flow.driver.worker_pool import Reported, WorkerPool
-from pulse_rl.flow.engine import ProcessHandle, RolloutProcess, start
+from pulse_rl.flow.engine import CAUSES, OF_MEMORY, ProcessHandle, RolloutProcess, start
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
 from pulse_rl.flow.rollout.worker import RolloutWorker
 
+DEATHS = 5  # of one worker without a proved version between them; then it is left out, or ends a run without others
 SETTLE, MEMORY = 8, 80  # decisions: in which nothing changes after a change; for which the rule remembers
 
 
-class _Crew:
-    """How the workers of a pool are started, and where they report."""
+@dataclass
+class _Worker:
+    name: str
+    handle: ProcessHandle
+    restarts: int = 0
+    futile: int = 0  # deaths since it last proved a version
+    result: dict[str, Any] | None = None
+    left_out: bool = False
 
-    def __init__(self, recipe: Recipe, pool: PoolRecipe, dataflow: Any) -> None:
-        self._recipe, self._pool, self._dataflow = recipe, pool, dataflow
+    @property
+    def ended(self) -> bool:
+        return self.left_out or self.result is not None
 
-    def start(self, name: str) -> ProcessHandle:
+
+class WorkerPool:
+    """The rollout workers of a pool, named after it: near-0, near-1, … log: shows a person one line."""
+
+    def __init__(self, recipe: Recipe, pool: PoolRecipe, dataflow: Any, log: Callable[[str], None]) -> None:
+        self._recipe, self._pool, self._dataflow, self._log = recipe, pool, dataflow, log
+        self._workers: list[_Worker] = []
+
+    def add(self) -> str:
+        """Start one more worker; return its name."""
+        name = f"{self._pool.name}-{len(self._workers)}"
+        self._workers.append(_Worker(name, self._start(name)))
+        return name
+
+    def _start(self, name: str) -> ProcessHandle:
         board, region = self._dataflow, self._pool.region
         arguments = (name, self._recipe, self._pool, board)
         return start(name, RolloutProcess, RolloutWorker, arguments, board=board, where="anywhere", region=region)
 
-    def reported(self, name: str) -> Reported:
-        facts = self._dataflow.board().get(name, {})
-        held = facts.get("policies", {})
-        return Reported(facts.get("pid"), bool(held) and all(each["verified"] for each in held.values()))
+    def names(self) -> list[str]:
+        """The workers that have not ended, in the order in which they were started."""
+        return [worker.name for worker in self._workers if not worker.ended]
 
-    def lost(self, name: str, facts: Mapping[str, Any]) -> None:
-        self._dataflow.lost(name)
-        self._dataflow.report(name, {"policies": {}, **facts})
+    def running(self) -> list[ProcessHandle]:
+        """The workers that have not ended."""
+        return [worker.handle for worker in self._workers if not worker.ended]
+
+    def results(self) -> list[dict[str, Any]]:
+        """What each ended worker returned, with the number of its restarts."""
+        return [w.result | {"restarts": w.restarts} for w in self._workers if w.result is not None]
+
+    def poll(self) -> None:
+        """Collect the results of workers that ended, and restart those that died or could not start.
+
+        Raises what a worker raised that had started, or while no other one has proved a version; then also
+        ProcessDiedError if one dies again and again.
+        """
+        for worker in self._workers:
+            if not worker.ended and worker.handle.ended():
+                try:
+                    worker.result = worker.handle.result()
+                    worker.handle.close()
+                except ProcessDiedError as error:
+                    self._restart(worker, f"was {OF_MEMORY}" if error.memory else "died")
+                except Exception as error:
+                    worker.handle.close()
+                    if self._verified(worker) or not self._others_work(worker):
+                        error.add_note(f"raised by {worker.name} on {worker.handle.host}")
+                        raise
+                    self._restart(worker, f"could not start: {one_line(error)}")
+
+    def _restart(self, worker: _Worker, why: str) -> None:
+        pid = self._dataflow.board().get(worker.name, {}).get("pid")
+        worker.futile = 1 if self._verified(worker) else worker.futile + 1
+        who = f"{worker.name} ({f'pid {pid} ' if pid else ''}on {worker.handle.host})"
+        worker.left_out = worker.futile >= DEATHS
+        if worker.left_out and not self._others_work(worker):
+            raise ProcessDiedError(
+                f"{who} died {DEATHS} times without proving a version in between ({CAUSES})", process=worker.name
+            )
+        worker.restarts += not worker.left_out
+        self._dataflow.lost(worker.name)
+        state = {"restarts": worker.restarts, "restarting": not worker.left_out, "left_out": worker.left_out}
+        self._dataflow.report(worker.name, state | {"policies": {}, "pid": None})
+        if worker.left_out:
+            self._log(f"{who} {why}; left out after {DEATHS} times in a row")
+        else:
+            self._log(f"{who} {why}; starting again")
+            worker.handle = self._start(worker.name)
+
+    def _others_work(self, worker: _Worker) -> bool:
+        """Whether another worker has proved a version: then it is this one's node that is at fault, or chance."""
+        others = [each for each in self._workers if each is not worker and not each.left_out]
+        return any(each.result or self._verified(each) for each in others)
+
+    def _verified(self, worker: _Worker) -> bool:
+        """Whether a worker has proved a version of each of its policies, as it has reported last."""
+        held = self._dataflow.board().get(worker.name, {}).get("policies", {})
+        return bool(held) and all(each["verified"] for each in held.values())
 
 
 class Pools:
@@ -43,9 +121,7 @@ class Pools:
 
     def __init__(self, recipe: Recipe, dataflow: Any, log: Callable[[str], None]) -> None:
         self._recipe, self._dataflow, self._log = recipe, dataflow, log
-        self._pools = {
-            pool.name: WorkerPool(_Crew(recipe, pool, dataflow), log, prefix=pool.name) for pool in recipe.pools
-        }
+        self._pools = {pool.name: WorkerPool(recipe, pool, dataflow, log) for pool in recipe.pools}
         self._leaving: set[str] = set()
         for pool in recipe.pools:
             for _ in range(pool.workers):
