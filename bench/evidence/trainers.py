@@ -54,15 +54,15 @@ def score(loaded: model.Loaded, stream: ProblemStream, problems: list[Problem], 
     likeliest, sampled = list[float](), list[float]()
     for start in range(0, len(problems), BATCH):
         batch = problems[start : start + BATCH]
-        temperatures = [0.0] + [recipe.workflow.temperature] * (SAMPLES if start < SAMPLED else 0)
         ids, mask = policy.encode(loaded.tokenizer, [problem.prompt for problem in batch])
-        every = torch.tensor(temperatures)[:, None].repeat(len(batch), 1)
-        how = policy.How(len(temperatures), recipe.workflow.max_new_tokens, every, stops)
-        found = policy.sample(loaded.model, ids, mask, how, generator)
-        for row, (tokens, kept) in enumerate(zip(found.tokens, found.mask, strict=True)):
-            number, answer = divmod(row, len(temperatures))
-            text = loaded.tokenizer.decode(tokens[kept], skip_special_tokens=True)
-            (sampled if answer else likeliest).append(stream.reward(batch[number], text))
+        ways = [(likeliest, 0.0, 1), (sampled, recipe.workflow.temperature, SAMPLES)][: 2 if start < SAMPLED else 1]
+        for rewards, temperature, count in ways:
+            most = torch.full((count * len(batch),), recipe.workflow.max_new_tokens)
+            how = policy.How(torch.full((len(batch),), count), most, temperature, stops)
+            found = policy.sample(loaded.model, ids, mask, how, generator)
+            for row, (tokens, kept) in enumerate(zip(found.tokens, found.mask, strict=True)):
+                text = loaded.tokenizer.decode(tokens[kept], skip_special_tokens=True)
+                rewards.append(stream.reward(batch[row // count], text))
     return statistics.fmean(likeliest), statistics.fmean(sampled)
 
 

@@ -30,7 +30,7 @@ def tiny() -> model.Loaded:
 
 def _sampled(tiny: model.Loaded, seed: int = 1) -> policy.Completions:
     ids, mask = policy.encode(tiny.tokenizer, ["1 + 2 =", "33 - 4 + 5 =", "0"])
-    how = policy.How(group=3, max_new_tokens=6, temperature=1.3, stops=policy.stop_tokens(tiny.tokenizer))
+    how = policy.How(torch.full((3,), 3), torch.full((9,), 6), 1.3, policy.stop_tokens(tiny.tokenizer))
     return policy.sample(tiny.model, ids, mask, how, torch.Generator().manual_seed(seed))
 
 

@@ -25,10 +25,7 @@ class Recorded:
         self.calls: list[tuple[list[list[int]], policy.How]] = []
         self.before: Callable[[], None] = lambda: None
 
-    def sample(
-        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
-    ) -> policy.Completions:
-        assert how is not None
+    def sample(self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How) -> policy.Completions:
         self.calls.append(([row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)], how))
         self.before()
         return policy.sample(self.module, ids, mask, how, torch.Generator().manual_seed(seed))
@@ -48,8 +45,8 @@ def recorded() -> Recorded:
     return Recorded()
 
 
-def _service(sampler: Recorded, name: str = "a") -> PolicySampling:
-    return PolicySampling(name, sampler, temperature=1.0, seed=0)
+def _service(sampler: Recorded, name: str = "a", temperature: float = 1.0) -> PolicySampling:
+    return PolicySampling(name, sampler, temperature=temperature, seed=0)
 
 
 def _gather(service: PolicySampling, requests: Sequence[dict[str, Any]]) -> list[Turn]:
@@ -78,28 +75,26 @@ def test_waiting_requests_share_a_call_and_equal_contexts_a_row(recorded: Record
     requests: list[dict[str, Any]] = [
         {"context": context, "max_new_tokens": 3 + number, "stop": ()} for number, context in enumerate(contexts)
     ]
-    requests[3]["temperature"] = 0.7
-    turns = _gather(_service(recorded), requests)
+    turns = _gather(_service(recorded, temperature=0.7), requests)
     assert len(recorded.calls) == 1
     rows, how = recorded.calls[0]
     assert rows == [[10, 11, 12], [20, 21, 22, 23, 24], [30]]
-    assert isinstance(how.group, torch.Tensor)
     assert how.group.tolist() == [2, 1, 1]
     for number, (context, turn) in enumerate(zip(contexts, turns, strict=True)):
         assert turn.policy == "a"
         assert turn.prompt.tolist() == context
         assert 1 <= len(turn.tokens) <= 3 + number
         assert turn.versions.tolist() == [4] * len(turn.tokens)
-        assert turn.logprobs == pytest.approx(_naive(recorded.module, turn, 0.7 if number == 3 else 1.0), abs=1e-4)
+        assert turn.logprobs == pytest.approx(_naive(recorded.module, turn, 0.7), abs=1e-4)
     assert len(turns[3].tokens) == 6 or turns[3].tokens[-1] == recorded.tokenizer.eos_token_id
 
 
 def test_a_stop_text_ends_a_completion_and_no_temperature_takes_the_likeliest(recorded: Recorded) -> None:
-    greedy = {"context": [40, 41], "max_new_tokens": 5, "temperature": 0.0}
-    first, second = _gather(_service(recorded), [{**greedy, "stop": ()}, {**greedy, "stop": ()}])
+    greedy = {"context": [40, 41], "max_new_tokens": 5}
+    first, second = _gather(_service(recorded, temperature=0.0), [{**greedy, "stop": ()}, {**greedy, "stop": ()}])
     assert first.tokens.tolist() == second.tokens.tolist()
     likeliest = recorded.tokenizer.decode([first.tokens[0]])
-    (stopped,) = _gather(_service(recorded), [{**greedy, "stop": (likeliest,)}])
+    (stopped,) = _gather(_service(recorded, temperature=0.0), [{**greedy, "stop": (likeliest,)}])
     assert stopped.tokens.tolist() == first.tokens[:1].tolist()
 
 
@@ -128,7 +123,7 @@ def test_calls_are_bounded_in_rows_and_in_tokens(recorded: Recorded, monkeypatch
     for rows, how in recorded.calls:
         assert len(rows) <= 3
         assert len(rows) == 1 or len(rows) * (max(map(len, rows)) + 4) <= 20
-        assert how.max_new_tokens == 4
+        assert how.max_new_tokens.tolist() == [4] * len(rows)
     assert sum(len(rows) for rows, _ in recorded.calls) == 7
 
 

@@ -58,7 +58,6 @@ class Sampling:
         context: Sequence[int],
         *,
         max_new_tokens: int,
-        temperature: float | None = None,
         stop: Sequence[str] | None = None,
     ) -> Turn:
         tokens, versions = self._turns.pop(0)

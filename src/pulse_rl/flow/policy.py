@@ -14,21 +14,22 @@ import torch
 class How(NamedTuple):
     """How P prompts are sampled: B completions, `group` of each prompt."""
 
-    group: int | torch.Tensor  # (P,) int64 where groups differ in size
-    max_new_tokens: int | torch.Tensor  # (B,) int64 where completions differ in it
-    temperature: float | torch.Tensor  # (B, 1) float32 where completions differ in it; there 0 takes the likeliest
+    group: torch.Tensor  # (P,) int64
+    max_new_tokens: torch.Tensor  # (B,) int64
+    temperature: float  # 0 takes the likeliest token
     stops: torch.Tensor  # (V,) bool, or (B, V) where completions differ: the tokens that end one
     interrupted: Callable[[], bool] | None = None  # asked between tokens: whether to return what there is by then
 
 
 class Completions(NamedTuple):
-    """Completions of P prompts, G for each: B = P·G rows of at most T tokens. Groups may differ in size."""
+    """Completions of P prompts: B rows of at most T tokens, those of a prompt together."""
 
     prompt_ids: torch.Tensor  # (P, L) int64, padded on the left
     prompt_mask: torch.Tensor  # (P, L) int64, 0 where padded
     tokens: torch.Tensor  # (B, T) int64
     mask: torch.Tensor  # (B, T) bool: sampled tokens, the last of the completion included
     logprobs: torch.Tensor  # (B, T) float32, of the sampled tokens when they were sampled
+    group: torch.Tensor  # (P,) int64: completions of each prompt
 
 
 def stop_tokens(tokenizer: Any, texts: Sequence[str] = ("\n",)) -> torch.Tensor:
@@ -66,7 +67,7 @@ def cache_name(model: Any) -> str:
 
 
 def _prefill(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int | torch.Tensor
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, group: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Compute each prompt once.
 
@@ -93,14 +94,13 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
     position = seen.sum(1, keepdim=True)
     alive = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
     tokens, masks, logprobs = [], [], []
-    for number in range(1, (most if isinstance(most, int) else int(most.max())) + 1):
+    for number in range(1, int(most.max()) + 1):
         scores, token = _draw(logits, temperature, generator)
         tokens.append(token)
         masks.append(alive[:, None].clone())
         logprobs.append(scores.gather(1, token))
         alive &= ~(stops[token[:, 0]] if stops.ndim == 1 else stops.gather(1, token)[:, 0])
-        if isinstance(most, torch.Tensor):
-            alive &= most > number
+        alive &= most > number
         if not alive.any() or (interrupted and interrupted()):
             break
         seen = torch.cat([seen, torch.ones_like(token)], 1)
@@ -113,33 +113,24 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
         )
         position = position + 1
         logits = out.logits[:, -1].float()
-    return Completions(ids, mask, torch.cat(tokens, 1), torch.cat(masks, 1), torch.cat(logprobs, 1))
+    return Completions(ids, mask, torch.cat(tokens, 1), torch.cat(masks, 1), torch.cat(logprobs, 1), group)
 
 
-def _draw(
-    logits: torch.Tensor, temperature: float | torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probabilities of all tokens, (B, V), and one token of each row, (B, 1)."""
-    if not isinstance(temperature, torch.Tensor):
-        scores = torch.log_softmax(logits / temperature, -1)
-        return scores, torch.multinomial(scores.exp(), 1, generator=generator)
-    greedy = temperature == 0
-    scores = torch.log_softmax(logits / temperature.masked_fill(greedy, 1.0), -1)
-    drawn = torch.multinomial(scores.exp(), 1, generator=generator)
-    return scores, torch.where(greedy, scores.argmax(1, keepdim=True), drawn)
+    scores = torch.log_softmax(logits / (temperature or 1.0), -1)
+    if not temperature:
+        return scores, scores.argmax(1, keepdim=True)
+    return scores, torch.multinomial(scores.exp(), 1, generator=generator)
 
 
-def score(model: Any, completions: Completions, temperature: float, group: torch.Tensor | None = None) -> torch.Tensor:
-    """Log-probabilities of the sampled tokens under the model, (B, T) float32, differentiable.
-
-    group: (P,) int64, where groups differ in size.
-    """
-    ids, mask, tokens, sampled, _ = completions
-    size = len(tokens) // len(ids) if group is None else group
-    first, cache = _prefill(model, ids, mask, size)
+def score(model: Any, completions: Completions, temperature: float) -> torch.Tensor:
+    """Log-probabilities of the sampled tokens under the model, (B, T) float32, differentiable."""
+    ids, mask, tokens, sampled, _, group = completions
+    first, cache = _prefill(model, ids, mask, group)
     logits = first[:, None]
     if tokens.shape[1] > 1:
-        seen = mask.repeat_interleave(size, 0)
+        seen = mask.repeat_interleave(group, 0)
         position = seen.sum(1, keepdim=True) + torch.arange(tokens.shape[1] - 1, device=seen.device)
         # All tokens may attend, also those after a completion's end: the loss leaves these out.
         out = model(

@@ -17,6 +17,8 @@ pytest.importorskip("transformers")
 
 from pulse_rl.flow.rollout.vllm_sampler import VllmSampler
 
+TEMPERATURE = 1.2
+
 
 @pytest.fixture
 def loaded() -> model.Loaded:
@@ -30,11 +32,12 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
 
     Both compute in BF16 by other kernels, so they differ a little; from the version before they differ by much.
     """
-    config = SamplerSettings(store_url=(tmp_path / "store").as_uri(), group_size=3, max_new_tokens=6, temperature=1.2)
+    config = SamplerSettings(store_url=(tmp_path / "store").as_uri())
     publisher = pulse.Publisher(config.store_url)
     publisher.publish(loaded.model, version=0)
     sampler = VllmSampler("worker-0", config, model.assets(loaded))
     ids, mask = policy.encode(sampler.tokenizer, ["1 + 2 =", "33 - 4 + 5 ="])
+    how = _three_of_each(sampler.tokenizer)
     routes, before = [], copy.deepcopy(loaded.model)
     for version in range(3):
         if version:
@@ -44,14 +47,14 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
         reached = sampler.follow(version)
         assert (reached.version, reached.digest) == (version, publisher.digest)
         routes.append(reached.route)
-        done = sampler.sample(ids, mask, seed=7)
-        again = sampler.sample(ids, mask, seed=7)
+        done = sampler.sample(ids, mask, seed=7, how=how)
+        again = sampler.sample(ids, mask, seed=7, how=how)
         assert torch.equal(done.tokens, again.tokens)
-        assert not torch.equal(done.tokens, sampler.sample(ids, mask, seed=8).tokens)
+        assert not torch.equal(done.tokens, sampler.sample(ids, mask, seed=8, how=how).tokens)
         assert done.tokens.shape == done.mask.shape == done.logprobs.shape
         assert done.tokens.shape[0] == 6
-        assert _distance(loaded.model, done, config) < 0.05
-        assert not version or _distance(before, done, config) > 0.2
+        assert _distance(loaded.model, done) < 0.05
+        assert not version or _distance(before, done) > 0.2
     assert routes == ["none", "patches", "patches"]
     assert sampler.verify() == publisher.digest
 
@@ -60,9 +63,9 @@ def test_a_worker_samples_with_the_view_that_it_has_proved(loaded: model.Loaded,
     """The engine's log-probabilities against two models: of what the codes stand for, with activations in FP8, and the
     trainer's own; and the digest against the view's.
     """
-    url, temperature = (tmp_path / "store").as_uri(), 1.2
+    url = (tmp_path / "store").as_uri()
     views = {"fp8": pulse.Fp8(block="channel", rule="vllm")}
-    config = SamplerSettings(url, 3, max_new_tokens=6, temperature=temperature, view="fp8", form=views["fp8"])
+    config = SamplerSettings(url, view="fp8", form=views["fp8"])
     publisher = pulse.Publisher(url, views=views)
     publisher.publish(loaded.model, version=0, assets=model.assets(loaded))
     assets = {path.name: path.read_bytes() for path in pulse.load_assets(url, tmp_path / "assets", view="fp8")}
@@ -71,6 +74,7 @@ def test_a_worker_samples_with_the_view_that_it_has_proved(loaded: model.Loaded,
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(_in_fp8)
     ids, mask = policy.encode(sampler.tokenizer, ["1 + 2 =", "33 - 4 + 5 ="])
+    how = _three_of_each(sampler.tokenizer)
     near = far = 0.0
     for version in range(3):
         if version:
@@ -80,9 +84,9 @@ def test_a_worker_samples_with_the_view_that_it_has_proved(loaded: model.Loaded,
         for one in (sampler, codes):
             reached = one.follow(version)
             assert (reached.version, reached.digest) == (version, digest)
-        done = sampler.sample(ids, mask, seed=7)
-        near += _distance(codes._model, done, config)
-        far += _distance(loaded.model, done, config)
+        done = sampler.sample(ids, mask, seed=7, how=how)
+        near += _distance(codes._model, done)
+        far += _distance(loaded.model, done)
     assert near < 0.6 * far
     assert sampler.verify() == digest
 
@@ -93,10 +97,15 @@ def _in_fp8(module: Any, arguments: tuple[torch.Tensor]) -> torch.Tensor:
     return ((arguments[0].float() / scales).to(torch.float8_e4m3fn).float() * scales).bfloat16()
 
 
-def _distance(module: Any, done: policy.Completions, config: SamplerSettings) -> float:
+def _three_of_each(tokenizer: Any) -> policy.How:
+    """How two prompts are sampled."""
+    return policy.How(torch.tensor([3, 3]), torch.full((6,), 6), TEMPERATURE, policy.stop_tokens(tokenizer))
+
+
+def _distance(module: Any, done: policy.Completions) -> float:
     """The mean difference of the tokens' log-probabilities, as scored and as sampled."""
     with torch.no_grad():
-        scored = policy.score(module, done, config.temperature)
+        scored = policy.score(module, done, TEMPERATURE)
     return float((scored - done.logprobs)[done.mask].abs().mean())
 
 

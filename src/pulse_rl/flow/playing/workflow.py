@@ -58,7 +58,6 @@ class PolicyClient(Protocol):
         context: Sequence[int],
         *,
         max_new_tokens: int,
-        temperature: float | None = None,
         stop: Sequence[str] | None = None,
     ) -> Turn:
         """One completion after a context of token ids.

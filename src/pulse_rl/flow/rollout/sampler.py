@@ -18,9 +18,6 @@ class SamplerSettings(NamedTuple):
     """What a sampler needs to know of a run."""
 
     store_url: str  # of the history that it follows
-    group_size: int = 8  # completions of each prompt
-    max_new_tokens: int = 8
-    temperature: float = 1.0
     threads: int = 1  # of torch
     sync: str = "patch"  # or "full": a full checkpoint per version
     seed: int = 0
@@ -62,10 +59,8 @@ class Sampler(Protocol):
     def verify(self) -> str:
         """Count the digest of the live weights once more. Raises PulseError if it is not the version's."""
 
-    def sample(
-        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
-    ) -> policy.Completions:
-        """Sample the completions of prompts. ids, mask: (P, L) int64, padded on the left. how: None: as the run's."""
+    def sample(self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How) -> policy.Completions:
+        """Sample the completions of prompts. ids, mask: (P, L) int64, padded on the left."""
 
 
 class BuiltinSampler:
@@ -77,11 +72,9 @@ class BuiltinSampler:
     def __init__(self, name: str, config: SamplerSettings, assets: dict[str, bytes]) -> None:
         self._name, self._config = name, config
         self._model, self.tokenizer = model.build(assets)
-        stops = policy.stop_tokens(self.tokenizer)
         self.subscriber = Subscriber(config.store_url, heartbeat=name, view=config.view)
         # What follows the history: the model, or the codes and scales that its weights are made of.
         self._live: Any = self._model if config.form is None else self.subscriber.allocate()
-        self._how = policy.How(config.group_size, config.max_new_tokens, config.temperature, stops)
         self._staged: Staged | None = None
 
     @property
@@ -125,10 +118,8 @@ class BuiltinSampler:
     def verify(self) -> str:
         return self.subscriber.verify(self._live)
 
-    def sample(
-        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
-    ) -> policy.Completions:
-        return policy.sample(self._model, ids, mask, how or self._how, torch.Generator().manual_seed(seed))
+    def sample(self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How) -> policy.Completions:
+        return policy.sample(self._model, ids, mask, how, torch.Generator().manual_seed(seed))
 
     def _drop_staged(self) -> None:
         if self._staged is not None:

@@ -35,7 +35,6 @@ class _Request:
 
     context: list[int]
     limit: int  # tokens
-    temperature: float
     stops: torch.Tensor  # (V,) bool
     episode: int
     future: "asyncio.Future[Turn]"
@@ -60,7 +59,7 @@ class _Request:
 class PolicySampling:
     """One policy's live weights, and the requests that wait for them.
 
-    name: of the policy. sampler: its weights. temperature: unless a request gives one. seed: of the first call.
+    name: of the policy. sampler: its weights. temperature: the recipe's. seed: of the first call.
     """
 
     def __init__(self, name: str, sampler: Sampler, *, temperature: float, seed: int) -> None:
@@ -85,13 +84,12 @@ class PolicySampling:
         context: Sequence[int],
         *,
         max_new_tokens: int,
-        temperature: float | None = None,
         stop: Sequence[str] | None = None,
         episode: int = 0,
     ) -> Turn:
         """One completion after a context of token ids.
 
-        temperature: 0 takes the likeliest token. stop: texts; a token that contains one of them ends the completion, as
+        stop: texts; a token that contains one of them ends the completion, as
         the end of the text does. None: line breaks. Raises ValueError for an empty context or no token to sample.
         """
         if not len(context) or max_new_tokens < 1:
@@ -102,7 +100,6 @@ class PolicySampling:
         request = _Request(
             context=[int(token) for token in context],
             limit=max_new_tokens,
-            temperature=self._temperature if temperature is None else temperature,
             stops=self._stop_tokens(("\n",) if stop is None else tuple(stop)),
             episode=episode,
             future=asyncio.get_running_loop().create_future(),
@@ -152,18 +149,13 @@ class PolicySampling:
         for request in batch:
             groups.setdefault(request.so_far, []).append(request)
         order = [request for group in groups.values() for request in group]
-        sizes = {len(group) for group in groups.values()}
-        limits = [request.limit - len(request.tokens) for request in order]
-        temperatures = [request.temperature for request in order]
         stops = [request.stops for request in order]
         ids, mask = policy.padded(list(groups), left=True, token=self.tokenizer.pad_token_id)
-        # Plain numbers where all rows agree: they cost less.
-        one_temperature = len(set(temperatures)) == 1 and temperatures[0] > 0
         how = policy.How(
-            group=sizes.pop() if len(sizes) == 1 else torch.tensor([len(group) for group in groups.values()]),
-            max_new_tokens=limits[0] if len(set(limits)) == 1 else torch.tensor(limits),
-            temperature=temperatures[0] if one_temperature else torch.tensor(temperatures)[:, None],
-            stops=stops[0] if all(each is stops[0] for each in stops) else torch.stack(stops),
+            group=torch.tensor([len(group) for group in groups.values()]),
+            max_new_tokens=torch.tensor([request.limit - len(request.tokens) for request in order]),
+            temperature=self._temperature,
+            stops=stops[0] if all(each is stops[0] for each in stops) else torch.stack(stops),  # the former costs less
             interrupted=lambda: self._interrupted,
         )
         return self.sampler.sample(ids, mask, seed, how), order

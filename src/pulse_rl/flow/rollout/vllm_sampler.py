@@ -60,9 +60,6 @@ class VllmSampler:
             _write(assets, Path(scratch))
             transformers = require("transformers", "run")
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, padding_side="left")
-        self._how = policy.How(
-            config.group_size, config.max_new_tokens, config.temperature, policy.stop_tokens(self.tokenizer)
-        )
 
     @property
     def version(self) -> int | None:
@@ -93,41 +90,32 @@ class VllmSampler:
     def verify(self) -> str:
         return self._following.verify()
 
-    def sample(
-        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
-    ) -> policy.Completions:
+    def sample(self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How) -> policy.Completions:
         import vllm
 
-        how = how or self._how
-        prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
-        if isinstance(how.group, torch.Tensor):  # each completion by its own request; vLLM computes a prefix once
-            prompts = [prompt for prompt, n in zip(prompts, how.group.tolist(), strict=True) for _ in range(n)]
-        group = how.group if isinstance(how.group, int) else 1
+        # Each completion by its own request; vLLM computes a prefix once.
+        rows = zip(ids, mask, how.group.tolist(), strict=True)
+        prompts = [prompt for row, seen, n in rows for prompt in [row[seen.bool()].tolist()] * n]
         stops = how.stops.expand(len(prompts), -1)
         settings = [
             vllm.SamplingParams(
-                n=group,
-                temperature=_of(how.temperature, i),
-                max_tokens=int(_of(how.max_new_tokens, i)),
+                temperature=how.temperature,
+                max_tokens=int(how.max_new_tokens[i]),
                 logprobs=0,  # of the sampled token alone
                 stop_token_ids=stops[i].nonzero().flatten().tolist(),
-                seed=(seed * len(prompts) + i) * group,  # vLLM adds the number of the completion
+                seed=seed * len(prompts) + i,
                 detokenize=False,
             )
             for i in range(len(prompts))
         ]
         outputs = self._engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False)
-        rows = [completion for output in outputs for completion in output.outputs]
-        longest = max(len(row.token_ids) for row in rows)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-        sampled = torch.zeros(len(rows), longest, dtype=torch.bool)
-        logprobs = torch.zeros(len(rows), longest)
-        for i, row in enumerate(rows):
-            n = len(row.token_ids)
-            tokens[i, :n], sampled[i, :n] = torch.tensor(row.token_ids), True
-            found = [step[token].logprob for step, token in zip(row.logprobs, row.token_ids, strict=True)]
-            logprobs[i, :n] = torch.tensor(found)
-        return policy.Completions(ids, mask, tokens, sampled, logprobs)
+        completions = [output.outputs[0] for output in outputs]
+        tokens, sampled = policy.padded([one.token_ids for one in completions], left=False)
+        logprobs = torch.zeros(tokens.shape)
+        for i, one in enumerate(completions):
+            found = [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+            logprobs[i, : len(found)] = torch.tensor(found)
+        return policy.Completions(ids, mask, tokens, sampled.bool(), logprobs, how.group)
 
     def _start(self, version: int) -> int:
         """Load the version as files, and follow from there. Returns the bytes that were read."""
@@ -150,11 +138,6 @@ class VllmSampler:
             self._following.follow(self._config.store_url, heartbeat=self._name, view=self._config.view)
             self._following.stage(version)  # the files are read once more, to prove where the weights lie
         return nbytes
-
-
-def _of(value: float | torch.Tensor, request: int) -> float:
-    """A setting of one request."""
-    return value if isinstance(value, int | float) else value.flatten()[request].item()
 
 
 def write_checkpoint(config: SamplerSettings, version: int, assets: dict[str, bytes], directory: Path) -> int:

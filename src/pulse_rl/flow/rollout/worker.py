@@ -161,9 +161,6 @@ class RolloutWorker:
         recipe, (view, form) = self._recipe, self._pool.quantised or (None, None)
         settings = SamplerSettings(
             store_url=recipe.store_url(policy),
-            group_size=recipe.workflow.group_size,
-            max_new_tokens=recipe.workflow.max_new_tokens,
-            temperature=recipe.workflow.temperature,
             threads=self._pool.threads,
             sync=recipe.policies[policy].sync,
             seed=recipe.seed,

@@ -21,7 +21,6 @@ class MicroBatch(NamedTuple):
     """The rows of one forward and backward pass."""
 
     completions: policy.Completions
-    group: torch.Tensor  # (P,) int64: completions of each context
     advantage: torch.Tensor  # (B,) float32
 
 
@@ -78,7 +77,6 @@ def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
     for number, row in enumerate(rows):
         logprobs[number, : len(row.turn.logprobs)] = torch.from_numpy(np.array(row.turn.logprobs))
     return MicroBatch(
-        policy.Completions(prompt_ids, prompt_mask, tokens, mask.bool(), logprobs),
-        torch.tensor(sizes),
+        policy.Completions(prompt_ids, prompt_mask, tokens, mask.bool(), logprobs, torch.tensor(sizes)),
         torch.tensor([row.advantage for row in rows]),
     )

@@ -177,7 +177,7 @@ class PolicyTrainer:
             part = parts[number if counts else 0]
             done = part.completions
             with torch.autocast("cpu", torch.bfloat16):
-                logprobs = policy.score(self._model, done, self._temperature, part.group)
+                logprobs = policy.score(self._model, done, self._temperature)
             loss = self._loss(logprobs, done.logprobs, done.mask, part.advantage)
             (loss.total * counts / weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.total.item() * counts
