@@ -39,6 +39,7 @@ from pulse_rl.flow.recipe import PoolRecipe, Recipe
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, Sampler, SamplerSettings
 from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
 from pulse_rl.flow.samples import Episode, EpisodeGroup, Orders, Task
+from pulse_rl.logs import logger
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
 HEARTBEAT_S = 1.0
@@ -48,6 +49,7 @@ MAX_ERROR = 300  # characters of one that is passed on
 SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million tasks
 NOT_USERS = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # code
 CALLS = 4096  # of sampling in a task, each with a seed
+log = logger(__name__)
 
 
 @dataclass
@@ -104,7 +106,6 @@ class RolloutWorker:
         self._next: Task | None = None  # of other versions than those in play
         self._played = self._failed = self._refused = 0  # tasks
         self._start_s = self._idle_s = 0.0
-        self._warning: dict[str, str] = {}
         self._started = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -214,7 +215,7 @@ class RolloutWorker:
             "start_s": self._start_s,
             "idle_s": self._idle_s,
             "seconds": time.monotonic() - self._started,
-        } | self._warning
+        }
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -316,8 +317,9 @@ class RolloutWorker:
                 windows = dict.fromkeys(task.evaluation for task in tasks)
                 if None in windows:
                     raise held.error
-                reason = f"version {version} of {name} cannot be read: {one_line(held.error, MAX_ERROR)}"
-                self._warning["warning"] = f"{', '.join(map(str, windows))} is given up: {reason}"
+                reason = one_line(held.error, MAX_ERROR)
+                given_up = ", ".join(map(str, windows))
+                log.warning("%s is given up: version %s of %s cannot be read: %s", given_up, version, name, reason)
                 return True
         return False
 
