@@ -34,6 +34,8 @@ from pulse_rl.flow.registry import Plugin
         ("(-8) ** 2", "64"),
         ("1e3", "1000"),
         ("2 ** 500 - 2 ** 500", "0"),
+        ("007 +\n05", "12"),
+        ("-" * 199 + "1", "-1"),
     ],
 )
 def test_the_calculator_computes(text: str, value: str) -> None:

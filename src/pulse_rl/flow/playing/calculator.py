@@ -1,5 +1,6 @@
-"""The calculator: a tool that computes one expression. It parses by itself; nothing of the text is run."""
+"""The calculator: a tool that computes one expression. Python's parser reads it; nothing of the text is run."""
 
+import ast
 import math
 import operator
 import re
@@ -8,10 +9,24 @@ from typing import Any
 
 from pulse_rl.flow.playing.tools import ToolError
 
-EXPRESSION = 200  # characters, at most
+EXPRESSION = 200  # characters, at most; so its parts are no deeper in each other than a parser can take
 DIGITS = 400  # of a number in between
 BITS = 4 * DIGITS
-DEPTH = 20  # of parentheses in each other
+
+_ALIKE = str.maketrans({"×": "*", "÷": "/", "−": "-"})
+_CHARACTERS = re.compile(r"[0-9.eE+\-*/%() ]+")
+_LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # which Python does not read
+_TOO_LARGE = f"expected numbers of at most {DIGITS} digits"
+_NO_EXPRESSION = "expected an expression of numbers, + - * / // % ** and parentheses"
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 
 
 class Calculator:
@@ -23,11 +38,15 @@ class Calculator:
 
 def calculate(text: str) -> str:
     """The value of an expression as text: a whole number as one. Raises ToolError."""
-    text = text.strip().rstrip("=").strip()
+    text = " ".join(text.strip().rstrip("=").translate(_ALIKE).split())
     if not text or len(text) > EXPRESSION:
         raise ToolError(f"expected an expression of 1 to {EXPRESSION} characters, found {len(text)}")
     try:
-        value = _Expression(text).value()
+        if not _CHARACTERS.fullmatch(text):
+            raise ToolError(_NO_EXPRESSION)
+        value = _value(ast.parse(_LEADING_ZEROS.sub("", text), mode="eval").body)
+    except (SyntaxError, MemoryError):  # the latter: of parentheses too deep in each other
+        raise ToolError(_NO_EXPRESSION) from None
     except ZeroDivisionError:
         raise ToolError("division by zero") from None
     except OverflowError:
@@ -37,94 +56,24 @@ def calculate(text: str) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-_TOKEN = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+|\*\*|//|[-+*/%()])")
-_ALIKE = str.maketrans({"×": "*", "÷": "/", "−": "-"})
-_TOO_LARGE = f"expected numbers of at most {DIGITS} digits"
-_NO_EXPRESSION = "expected an expression of numbers, + - * / // % ** and parentheses"
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "%": operator.mod,
-}
-
-
-class _Expression:
-    """A parser by recursive descent, with Python's precedence. Nothing is evaluated but numbers."""
-
-    def __init__(self, text: str) -> None:
-        text = text.translate(_ALIKE)
-        self._tokens: list[str] = []
-        place = 0
-        while place < len(text):
-            if not (match := _TOKEN.match(text, place)):
-                raise ToolError(_NO_EXPRESSION)
-            self._tokens.append(match[1])
-            place = match.end()
-        self._tokens.append("")  # the end
-        self._depth = 0
-
-    def value(self) -> int | float:
-        value = self._sum()
-        if self._tokens[0]:
+def _value(node: ast.expr) -> int | float:
+    value: int | float | complex
+    match node:
+        case ast.Constant(int() | float() as number):
+            value = number
+        case ast.UnaryOp(ast.UAdd(), operand):
+            value = _value(operand)
+        case ast.UnaryOp(ast.USub(), operand):
+            value = -_value(operand)
+        case ast.BinOp(left, how, right) if type(how) in _OPERATORS:
+            a, b = _value(left), _value(right)
+            if isinstance(how, ast.Pow) and isinstance(a, int) and isinstance(b, int) and b * a.bit_length() > BITS:
+                raise ToolError(_TOO_LARGE)  # before it is computed: 9**9**9 takes all memory
+            value = _OPERATORS[type(how)](a, b)
+        case _:
             raise ToolError(_NO_EXPRESSION)
-        return value
-
-    def _sum(self) -> int | float:
-        return self._left(("+", "-"), self._product)
-
-    def _product(self) -> int | float:
-        return self._left(("*", "/", "//", "%"), self._signed)
-
-    def _left(self, operators: tuple[str, ...], operand: Callable[[], int | float]) -> int | float:
-        value = operand()
-        while self._tokens[0] in operators:
-            value = _bounded(_OPERATORS[self._tokens.pop(0)](value, operand()))
-        return value
-
-    def _signed(self) -> int | float:
-        negative = False
-        while self._tokens[0] in ("+", "-"):
-            negative ^= self._tokens.pop(0) == "-"
-        value = self._power()
-        return -value if negative else value
-
-    def _power(self) -> int | float:
-        base = self._atom()
-        if self._tokens[0] != "**":
-            return base
-        self._tokens.pop(0)
-        exponent = self._nested(self._signed)
-        if isinstance(base, int) and isinstance(exponent, int) and exponent * base.bit_length() > BITS:
-            raise ToolError(_TOO_LARGE)  # before it is computed: 9**9**9 takes all memory
-        value = base**exponent
-        if isinstance(value, complex):
-            raise ToolError("expected a real number")
-        return _bounded(value)
-
-    def _atom(self) -> int | float:
-        token = self._tokens.pop(0)
-        if token == "(":
-            value = self._nested(self._sum)
-            if self._tokens.pop(0) != ")":
-                raise ToolError(_NO_EXPRESSION)
-            return value
-        if not token or not (token[0].isdigit() or token[0] == "."):
-            raise ToolError(_NO_EXPRESSION)
-        return _bounded(int(token) if token.isdecimal() else float(token))
-
-    def _nested(self, inner: Callable[[], int | float]) -> int | float:
-        self._depth += 1
-        if self._depth > DEPTH:
-            raise ToolError(f"expected at most {DEPTH} parentheses in each other")
-        value = inner()
-        self._depth -= 1
-        return value
-
-
-def _bounded(value: int | float) -> int | float:
+    if isinstance(value, complex):
+        raise ToolError("expected a real number")
     if value.bit_length() > BITS if isinstance(value, int) else not abs(value) < math.inf:
         raise ToolError(_TOO_LARGE)
     return value
