@@ -181,18 +181,17 @@ class Dataflow(StatusBoard):
 
     # --- trainers ---------------------------------------------------------------------------------------------------
 
-    def begin(self, policy: str, step: int, version: int, batches: int | None = None) -> None:
+    def begin(self, policy: str, step: int, version: int) -> None:
         """A policy's trainer starts, or starts again from a checkpoint; or a policy that is not trained is published.
 
-        step: steps that its weights hold. version: under which they are published. batches: that the checkpoint holds;
-        None: one for each rank and step. What it pulled beyond that is given again.
+        step: steps that its weights hold, each with a batch of each rank; what it pulled beyond that is given again.
+        version: under which they are published.
         """
+        batches = 0
         if policy not in self._state.frozen:
-            self._buffer(policy)
-        if policy in self._buffers:
-            batches = step * self._buffers[policy].settings.ranks if batches is None else batches
+            batches = step * self._buffer(policy).settings.ranks
             self._buffers[policy].check_begin(batches)
-        self._state.record(events.Began(self._tick(), policy, step, version, batches or 0))
+        self._state.record(events.Began(self._tick(), policy, step, version, batches))
 
     def begin_rank(self, policy: str, rank: int, step: int) -> None:
         """One of a policy's ranks starts, while the others go on; what it pulled beyond this step is given again."""
@@ -246,11 +245,10 @@ class Dataflow(StatusBoard):
             raise ValueError(f"policy {policy}: expected a version after {newest}, found {version}")
         self._state.record(events.Published(now, policy, version, digest, step))
 
-    def commit(self, policy: str, step: int, batches: int | None = None) -> None:
-        """A checkpoint of a policy holds so many steps and batches (None: one for each rank and step)."""
-        self._buffer(policy)
-        held = step * self._buffers[policy].settings.ranks if batches is None else batches
-        self._state.record(events.Committed(self._tick(), policy, held))
+    def commit(self, policy: str, step: int) -> None:
+        """A checkpoint of a policy holds so many steps, and so the batches of each rank until then."""
+        batches = step * self._buffer(policy).settings.ranks
+        self._state.record(events.Committed(self._tick(), policy, batches))
 
     def finish(self, policy: str) -> None:
         """A policy's trainer has made all its steps: it needs nothing more, and nobody waits for it."""
