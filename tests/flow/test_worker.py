@@ -112,7 +112,7 @@ class World:
             self.recipe.store_url("solver"),
             cast="bfloat16",
             anchor_every=1 if sync == "full" else 50,
-            views=views_of(self.recipe, "solver"),
+            views=views_of(self.recipe),
         )
         self.result: dict[str, Any] = {}
         self._loaded = model.load("tiny", seed=0)

@@ -17,9 +17,9 @@ from pulse_rl.weights.views.view import View
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def views_of(recipe: Recipe, policy: str) -> dict[str, View]:
-    """The views of a policy that pools of a recipe sample with, by name."""
-    return dict(filter(None, (pool.quantised for pool in recipe.pools if policy in recipe.held_by(pool))))
+def views_of(recipe: Recipe) -> dict[str, View]:
+    """The views that pools of a recipe sample with, by name: of every policy, as each pool holds all of them."""
+    return dict(filter(None, (pool.quantised for pool in recipe.pools)))
 
 
 def dequantise(name: str, tensors: Mapping[str, torch.Tensor], form: ViewFormat) -> torch.Tensor:

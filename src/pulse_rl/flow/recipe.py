@@ -125,7 +125,7 @@ class PoolRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     kind: Literal["builtin", "vllm"] = "builtin"  # what they sample with
     workers: Workers = 2
     slots: Size = 4  # tasks that a worker plays at a time
-    policies: list[str] = []  # which they hold; empty: all
+    policies: list[str] = []  # which they hold: all of them, as a worker plays whole episodes; empty says the same
     region: str = ""  # where they are, for reports and placement
     threads: Processes = 1  # torch threads of each worker
     interrupt: bool = False  # whether sampling stops when a version arrives, and goes on under it
@@ -217,10 +217,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def files(self, policy: str) -> Path:
         """Where the files of a policy's trainers are."""
         return self.directory if self.only else self.directory / POLICIES / policy
-
-    def held_by(self, pool: PoolRecipe) -> list[str]:
-        """The policies that a pool's workers hold."""
-        return list(pool.policies or self.policies)
 
     def with_absolute_paths(self) -> "Recipe":
         """The same settings for processes elsewhere, which have other working directories."""

@@ -146,7 +146,7 @@ def _check_pools(recipe: Recipe) -> None:
                     f"{key}.policies: expected names of policies ({', '.join(recipe.policies)}), found {name!r}"
                     f"{registry.near(name, list(recipe.policies))}"
                 )
-        if missing := sorted(set(recipe.policies) - set(recipe.held_by(pool))):
+        if pool.policies and (missing := sorted(set(recipe.policies) - set(pool.policies))):
             raise ValueError(
                 f"{key}.policies: expected every policy of the workflow, as a worker plays whole episodes; "
                 f"{', '.join(missing)} is missing"

@@ -181,11 +181,11 @@ def parse(document: Mapping[str, Any]) -> Recipe:
 
 
 def _with_losses(recipe: Recipe, document: Mapping[str, Any]) -> Recipe:
-    """A policy that pools sample with a view has the loss `tis`, if its document names none."""
-    viewed = {name for pool in recipe.pools if pool.view for name in recipe.held_by(pool)}
-    given = {name for name, table in document.get("policies", {}).items() if "loss" in table}
+    """Where a pool samples with a view, a policy has the loss `tis`, if its document names none."""
+    if not any(pool.view for pool in recipe.pools):
+        return recipe
     policies = {
-        name: msgspec.structs.replace(policy, loss=Plugin("tis")) if name in viewed - given else policy
+        name: policy if "loss" in document["policies"][name] else msgspec.structs.replace(policy, loss=Plugin("tis"))
         for name, policy in recipe.policies.items()
     }
     return msgspec.structs.replace(recipe, policies=policies)

@@ -107,15 +107,15 @@ def resume(directory: Path, sets: Sequence[str] = ()) -> Recipe:
 def _check(recipe: Recipe) -> None:
     configs = {name: model_name.require_config(policy.model) for name, policy in recipe.policies.items()}
     for number, pool in enumerate(recipe.pools):
-        experts = [name for name in recipe.held_by(pool) if model_name.has_experts(configs[name])]
+        experts = [name for name, config in configs.items() if model_name.has_experts(config)]
         if pool.kind == "vllm" and pool.view and experts:
             raise ValueError(
                 f'pools[{number}].view: expected none with kind = "vllm" for a model with experts, whose quantised '
                 f'weights vLLM repacks, found {pool.view!r} for policies.{experts[0]}: kind = "builtin" samples with it'
             )
-        for name in recipe.held_by(pool):
+        for name, config in configs.items():
             try:
-                _check_view(pool, recipe.policies[name].model, configs[name])
+                _check_view(pool, recipe.policies[name].model, config)
             except ValueError as error:
                 raise ValueError(f"pools[{number}].view: policies.{name}: {error}") from None
     if recipe.address is None and any(pool.kind == "vllm" for pool in recipe.pools):

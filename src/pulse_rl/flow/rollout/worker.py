@@ -93,9 +93,9 @@ class RolloutWorker:
     def __init__(self, name: str, recipe: Recipe, pool: PoolRecipe, dataflow: Any) -> None:
         torch.set_num_threads(pool.threads)
         self._name, self._recipe, self._pool, self._dataflow = name, recipe, pool, dataflow
-        self._policies = recipe.held_by(pool)
+        self._policies = list(recipe.policies)
         self._toolbox = Toolbox(recipe.tools)
-        self._workflow = workflow.build(recipe.workflow.plugin, seed=recipe.seed, policies=list(recipe.policies))
+        self._workflow = workflow.build(recipe.workflow.plugin, seed=recipe.seed, policies=self._policies)
         self._slots = 1 if recipe.deterministic else pool.slots
         self._held: dict[str, _Held] = {}
         self._orders = Orders(stop=False, versions={})

@@ -81,7 +81,7 @@ class PolicyTrainer:
         )
         meet = ElasticExchange if given.elastic else StoreExchange if given.trainer_store else join
         self._group: TrainerGroup = meet(given, rank, self._calls, self._model, self._optimizer)
-        views = views_of(recipe, name)
+        views = views_of(recipe)
         versions = PolicyHistory(given, recipe.store_url(name), assets, views, resumed=begun) if publishes else None
         self._versions = versions
         self._lead = Lead(recipe, name, self._calls, versions, resumed=begun) if versions and rank == 0 else None
