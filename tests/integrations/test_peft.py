@@ -192,14 +192,16 @@ def test_a_mapping_of_merged_weights_sees_which_adapters_are_active_and_how_much
     assert len({str(each) for each in seen}) == 3
 
 
-def test_layers_that_share_a_weight_are_merged_each_by_itself() -> None:
-    model = adapted(model=base(dtype=torch.float32), target_modules=["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_that_share_a_weight_are_merged_each_by_itself(tied: bool) -> None:
+    options: dict[str, Any] = {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": tied}
+    model = adapted(model=base(dtype=torch.float32), **options)
     plain, store = base(tie=False, dtype=torch.float32), pulse.open_store("memory://")
     pulse.Publisher(store).publish(merged_weights(model), version=0)
     pulse.Subscriber(store).sync(plain)
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
-    assert not torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight)
+    assert torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight) is tied
 
 
 def test_an_anchor_of_merged_weights_loads_as_a_plain_model(tmp_path: Path) -> None:
@@ -218,9 +220,9 @@ def test_two_merged_layers_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     merged: list[Any] = []
     original = copy.deepcopy
 
-    def counted(layer: Any) -> Any:
+    def counted(*layer: Any) -> Any:
         merged.append(1)
-        return original(layer)
+        return original(*layer)
 
     monkeypatch.setattr("pulse_rl.integrations.peft.copy.deepcopy", counted)
     names = [name for name in weights if "q_proj" in name or "down_proj" in name]
@@ -238,6 +240,20 @@ def test_two_merged_layers_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> Non
             assert (part.read(0, part.size) == whole.reshape(weights[name].shape)[1:5, 3:9].reshape(-1)).all()
             assert part.view((slice(1, 2), slice(0, 2))).read(0, 2).tolist() == part.read(6, 8).tolist()
     assert len(merged) == 2 * len(names)
+
+
+def test_an_adapter_that_the_model_does_not_have() -> None:
+    model = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj"]), adapter_name="actor")
+    for missing in (
+        lambda: adapter_weights(model),
+        lambda: adapter_files(model),
+        lambda: merged_weights(model, adapters=["default"]),
+    ):
+        with pytest.raises(ValueError, match="expected one of the model's, actor, found 'default'"):
+            missing()
+    assert len(adapter_weights(model, adapter="actor")) == 4
+    with pytest.raises(ValueError, match="expected one of the model's, none, found 'default'"):
+        adapter_weights(base())
 
 
 def test_what_cannot_be_merged() -> None:

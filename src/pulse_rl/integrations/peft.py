@@ -43,10 +43,12 @@ def adapter_weights(model: Any, *, adapter: str = "default", save_embedding_laye
 
     Raises:
         TypeError: PEFT makes a tensor of its checkpoint anew, so that there is no live one.
+        ValueError: The model has no such adapter.
         MissingExtraError: PEFT is not installed.
     """
     peft = require("peft", "peft")
     model = unwrap(model)
+    _check_adapter(model, adapter)
     state = model.state_dict(keep_vars=True)
     live = set(map(id, state.values()))
     found = peft.get_peft_model_state_dict(
@@ -71,9 +73,14 @@ def adapter_files(model: Any, *, adapter: str = "default") -> dict[str, bytes]:
 
     Returns:
         The file by its name, as `assets` of `publish` or of `PublishCallback`.
+
+    Raises:
+        ValueError: The model has no such adapter.
     """
+    model = unwrap(model)
+    _check_adapter(model, adapter)
     with TemporaryDirectory(prefix="pulse-rl-") as directory:
-        unwrap(model).peft_config[adapter].save_pretrained(directory)
+        model.peft_config[adapter].save_pretrained(directory)
         return {file.name: file.read_bytes() for file in Path(directory).iterdir()}
 
 
@@ -95,7 +102,8 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
 
     Raises:
         TypeError: The model has no adapter that can be merged, or sharded layers.
-        ValueError: A layer with adapters shares its weight with one without, which merging would change too.
+        ValueError: A layer with adapters shares its weight with one without, which merging would change too. Or the
+            model has not all of `adapters`.
         MissingExtraError: PEFT is not installed.
     """
     tuners = require("peft.tuners.tuners_utils", "peft")
@@ -104,6 +112,8 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
     layers = dict(_adapted(base, tuners.BaseTunerLayer))
     if not layers:
         raise TypeError(f"expected a model with adapters that can be merged, found {type(model).__name__}")
+    for adapter in adapters or ():
+        _check_adapter(model, adapter)
     merged = _MergedLayers(adapters)
     state = base.state_dict(keep_vars=True)
     found: dict[str, Any] = {}
@@ -133,6 +143,12 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
             )
     names = own_names(base, found)
     return ModelWeights({names[name]: tensor for name, tensor in found.items()}, base)
+
+
+def _check_adapter(model: Any, adapter: str) -> None:
+    """Raise ValueError unless the model has this adapter: PEFT merges nothing of one that it does not have."""
+    if adapter not in (known := list(getattr(model, "peft_config", ()))):
+        raise ValueError(f"adapter: expected one of the model's, {', '.join(known) or 'none'}, found {adapter!r}")
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -196,7 +212,9 @@ class _MergedLayers:
 
     def _merge(self, layer: Any) -> dict[str, Any]:
         torch = require("torch", "torch")
-        mine = copy.deepcopy(layer)
+        # What a layer was made with may have tensors that a tied layer's adapter computed, which torch does not copy.
+        made_with = [part.kwargs for part in layer.modules() if hasattr(part, "kwargs")]
+        mine = copy.deepcopy(layer, {id(each): each for each in made_with})
         device = next(mine.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):  # which is on in some of the threads that read
             if hasattr(mine, "unload_and_optionally_merge_module"):
