@@ -67,6 +67,10 @@ def refuse_models(group: Any, rank: int, size: int) -> dict[str, str]:
             inner_step(model, optimizer, rank, step)
         refused("entered twice", RuntimeError, loco.__enter__)
         refused("loaded late", RuntimeError, lambda: loco.load_state_dict({}))
+        refused("set", AttributeError, lambda: setattr(loco, "outer_lr", 0.1))
+        optimizer.add_param_group({"params": head})
+        refused("added", ValueError, loco.sync)
+        assert (loco.round, loco.outer_lr) == (1, 0.7)
     state = loco.state_dict()
     model = Model()
     again = made(model, adam(model))
@@ -84,6 +88,8 @@ def test_models_that_a_round_would_get_wrong_are_refused(ranks: Ranks) -> None:
     assert ": part:" in messages["shared"]
     assert ": wide:" in messages["expanded"]
     assert "1 others" in messages["strangers"]
+    assert messages["added"] == messages["strangers"]
+    assert messages["set"].startswith("outer_lr: expected 0.7, with which this context was made, found 0.1")
     assert "load the model before this state" in messages["order"]
 
 

@@ -131,6 +131,15 @@ class LocalSteps:
         self._failed = False
         self._loaded = False  # a state was loaded, and the context not entered since
         self._thread = ThreadPoolExecutor(1, "pulse-round")
+        self._fixed = options.keys()  # what all trainers compare when they begin, and a round takes from there
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__.get("_fixed", ()):
+            raise AttributeError(
+                f"{name}: expected {getattr(self, name)}, with which this context was made, found {value}: make "
+                "another context, and load this one's state_dict into it"
+            )
+        super().__setattr__(name, value)
 
     def _contribute(self, group: object) -> Contribution:
         """What this trainer adds to each round."""
@@ -370,4 +379,4 @@ class LocalSteps:
         shared = self._masters.shapes
         live = {n: p for n, p in named_parameters(self._model).items() if p.requires_grad or n in shared}
         self._masters.rebind(live)
-        check_stepped(live, self._inner)
+        check_stepped(self._model, live, self._inner)

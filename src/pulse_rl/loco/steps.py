@@ -134,22 +134,24 @@ def trainable(model: torch.nn.Module, inner_optimizer: torch.optim.Optimizer) ->
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not parameters:
         raise ValueError("model: expected trainable parameters, found none")
-    check_stepped(parameters, inner_optimizer)
-    if strangers := len(_stepped_by(inner_optimizer) - _parameters(model)):
-        raise ValueError(
-            f"expected only the model's parameters in the inner optimizer, found {strangers} others, which no round "
-            "would share: make them the model's, or give them another optimizer"
-        )
+    check_stepped(model, parameters, inner_optimizer)
     return parameters
 
 
-def check_stepped(parameters: Mapping[str, torch.nn.Parameter], inner_optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError unless the inner optimizer has all of these trainable parameters."""
+def check_stepped(
+    model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], inner_optimizer: torch.optim.Optimizer
+) -> None:
+    """Raises ValueError unless the inner optimizer has all of the model's trainable parameters, and no others."""
     stepped = _stepped_by(inner_optimizer)
     if missing := [name for name, p in parameters.items() if p.requires_grad and id(p) not in stepped]:
         raise ValueError(
             f"expected every trainable parameter in the inner optimizer, found {len(missing)} that are not: "
             f"{', '.join(missing[:8])}"
+        )
+    if strangers := len(stepped - _parameters(model)):
+        raise ValueError(
+            f"expected only the model's parameters in the inner optimizer, found {strangers} others, which no round "
+            "would share: make them the model's, or give them another optimizer"
         )
 
 
