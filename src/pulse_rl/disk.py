@@ -22,11 +22,17 @@ else:
     HAS_LOCKS = True
 
 PART = ".part"  # how names end of what is not written to its end
+NO_FILE = "expected a regular file, found a pipe, a socket or a device"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write that the disk refuses, whose error names no file
 
 
 def on_this_machine(name: str, path: str | Path) -> Path:
-    """A path. name: what messages call it. Raises ValueError for a URL, of which a directory "s3:" would be made."""
+    """A path. name: what messages call it.
+
+    Raises ValueError for a URL, of which a directory "s3:" would be made, and for nothing, as of a variable not set.
+    """
+    if not str(path):
+        raise ValueError(f"{name}: expected a directory, found an empty string")
     if url := re.match(r"[a-z][a-z0-9+.-]+:/", str(path), re.IGNORECASE):  # of which more may be secret
         raise ValueError(f"{name}: expected a directory of this machine, found a URL, {url[0]}/…")
     return Path(path)
@@ -45,7 +51,7 @@ def open_file(path: Path, *, writable: bool = False) -> BinaryIO:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "expected a regular file, found a pipe, a socket or a device", str(path))
+    raise OSError(errno.EINVAL, NO_FILE, str(path))
 
 
 def read_file(path: Path) -> bytes:
@@ -103,7 +109,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """Give a place beside a path for a file, or a directory, to be written in the block; then move it to the path.
 
     It is there when the block has ended, on the disk, also after a power failure. If the block raises, nothing changes.
+    Raises OSError for a pipe, a socket or a device, which whoever may do so would replace.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, NO_FILE, str(path))
     temporary = unfinished(path)
     try:
         with naming(path):

@@ -130,6 +130,24 @@ def test_everything_in_place_of_a_file(
         assert not (place / "out").exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_pipe_or_a_device_is_not_replaced(place: Path, patience: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("diff old new -o fifo", "apply old patch -o fifo"):
+        _fails(command.split(), capsys)
+    assert (place / "fifo").is_fifo()
+
+
+def test_nothing_is_not_the_working_directory(
+    place: Path, patience: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shell's variable in quotes that is not set."""
+    monkeypatch.chdir(place / "store")
+    before = sorted(Path().iterdir())
+    for args in ("prune", "--retain", "1", ""), ("mirror", str(place / "store"), "", "--once"), ("status", ""):
+        _fails(list(args), capsys)
+    assert sorted(Path().iterdir()) == before
+
+
 def test_huge_and_impossible_numbers(place: Path, patience: None, capsys: pytest.CaptureFixture[str]) -> None:
     for command in NUMBERS:
         _fails(command.split(), capsys)

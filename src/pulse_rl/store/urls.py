@@ -16,7 +16,12 @@ def is_url(text: str) -> bool:
 
 
 def as_path(text: str) -> Path:
-    """A path, with a "~" at its start as the home directory. Raises ValueError where that is not known."""
+    """A path, with a "~" at its start as the home directory.
+
+    Raises ValueError where that is not known, and for nothing, as of a variable that is not set: no working directory.
+    """
+    if not text:
+        raise ValueError("expected a URL or a path, found an empty string")
     try:
         return Path(text).expanduser()
     except RuntimeError:
