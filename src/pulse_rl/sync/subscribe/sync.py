@@ -110,8 +110,9 @@ class Sync:
             tell(reading.history, self.target)
             restored = self._take()
         except PulseError as error:
-            if live.altered:
-                error.add_note(f"before that: {live.altered}")
+            before_that = [one for one in (live.altered, *reading.faults.messages) if one and one not in str(error)]
+            if before_that:
+                error.add_note(f"before that: {'; '.join(before_that)}")
             reading.history.forget()
             raise
         finally:
@@ -196,7 +197,7 @@ class Sync:
 
         Raises BaseMismatchError for weights that hold no version, where the proof says that these are not overwritten.
         """
-        proof, target, faults = self._proof, self.target, self.reading.faults
+        proof, target = self._proof, self.target
         if proof.held is None:
             self._recognise()
         held = proof.held
@@ -208,13 +209,7 @@ class Sync:
             if held == state_of(target):
                 return False
         proof.check_overwrite()
-        try:
-            self._restore()
-        except PulseError as error:
-            before = [message for message in faults.messages if message not in str(error)]
-            if before:
-                error.add_note(f"before that: {'; '.join(before)}")
-            raise
+        self._restore()
         return True
 
     def _recognise(self) -> None:
