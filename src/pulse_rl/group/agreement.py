@@ -1,13 +1,12 @@
 """What must be alike on all ranks: what they hold and what they were asked for, with the ranks named that differ."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from pulse_rl.errors import ExchangeError, IntegrityError
 from pulse_rl.group.collectives import Group, name_ranks
-
-T = TypeVar("T", bound=Hashable)
 
 
 def compare(group: Group, values: Mapping[str, int | str], when: str, remedy: str) -> None:
@@ -16,12 +15,12 @@ def compare(group: Group, values: Mapping[str, int | str], when: str, remedy: st
     values: "parameters differ" → a digest (16 hex digits) or a whole number from 0. Raises IntegrityError for the
     first value that differs between ranks: what, when, which ranks differ from the majority, and the remedy.
     """
-    numbers = [_signed(int(value, 16) if isinstance(value, str) else value) for value in values.values()]
-    table = group.gather_numbers(numbers)
+    numbers = [int(value, 16) if isinstance(value, str) else value for value in values.values()]
+    table = group.gather_rows(np.array(numbers, np.uint64).view(np.int64)).view(np.uint64)  # tensors have signs
     for (what, value), column in zip(values.items(), table.T.tolist(), strict=True):
-        majority, odd = _odd(column)
-        if odd:
-            shown = _hex if isinstance(value, str) else int
+        majority = Counter(column).most_common(1)[0][0]  # of equally common ones rank 0's
+        if odd := [rank for rank, one in enumerate(column) if one != majority]:
+            shown = "{:016x}".format if isinstance(value, str) else int
             raise IntegrityError(
                 f"{what} {when}: {name_ranks(odd, group.size)} {'are' if len(odd) > 1 else 'is'} not like the others: "
                 f"{remedy}",
@@ -43,18 +42,3 @@ def require_same(call: str, found: Sequence[Mapping[str, object]], then: str = "
                 f"{found[odd[0]][name]!r} on {name_ranks(odd, len(found))}{then and f'; {then}'}",
                 ranks=odd,
             )
-
-
-def _odd(values: Sequence[T]) -> tuple[T, list[int]]:
-    """The commonest value, of equally common ones rank 0's, and the ranks with another one."""
-    majority = Counter(values).most_common(1)[0][0]
-    return majority, [rank for rank, value in enumerate(values) if value != majority]
-
-
-def _signed(number: int) -> int:
-    """An unsigned 64-bit number as the signed one that a tensor can hold."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def _hex(number: int) -> str:
-    return f"{number & (1 << 64) - 1:016x}"
