@@ -6,7 +6,7 @@ import pytest
 
 from pulse_rl.errors import ProcessDiedError
 from pulse_rl.flow.driver import pools
-from pulse_rl.flow.driver.pools import DEATHS, WorkerPool
+from pulse_rl.flow.driver.pools import DEATHS, Pools
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
 
 
@@ -60,13 +60,10 @@ class _Board:
 def pool_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a pool of two workers, of which the first one always fails, and what it logs."""
 
-    def make(board: _Board, error: Exception) -> tuple[WorkerPool, list[str]]:
+    def make(board: _Board, error: Exception) -> tuple[Pools, list[str]]:
         monkeypatch.setattr(pools, "start", lambda name, *_, **__: _Handle(error if name == "worker-0" else None))
         said: list[str] = []
-        pool = WorkerPool(Recipe(), PoolRecipe(name="worker"), board, said.append)
-        pool.add()
-        pool.add()
-        return pool, said
+        return Pools(Recipe(pools=[PoolRecipe(name="worker", workers=2)]), board, said.append), said
 
     return make
 
@@ -95,7 +92,6 @@ def test_one_worker_that_keeps_failing_is_left_out_where_others_work(pool_of: An
     assert len(said) == DEATHS
     assert said[-1].endswith("left out after 5 times in a row")
     assert (str(error) in said[0]) == (error is NO_MODULE)
-    assert pool.names() == ["worker-1"]
     assert len(pool.running()) == 1
     assert pool.results() == []
     assert board.gone["left_out"]
@@ -112,7 +108,7 @@ def test_a_worker_that_cannot_start_is_left_out_also_once_the_others_have_ended(
     for _ in range(DEATHS):
         pool.poll()
     assert pool.running() == []
-    assert pool.results() == [{"id": "worker-1", "restarts": 0}]
+    assert pool.results() == [{"id": "worker-1", "restarts": 0, "left": False}]
 
 
 @pytest.mark.parametrize("working", [[], ["worker-0", "worker-1"]])

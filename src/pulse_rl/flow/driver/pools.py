@@ -4,7 +4,7 @@ Workers join on request (`pulse-rl rollout`) and by the autoscaling rule, which 
 finishes what it plays and proves what it holds.
 
 After a worker died, the run's board shows it as `restarting` until its new process reports itself. One that cannot
-start, as on a node where the user's module is missing, ends a run only in which no other worker has proved a version.
+start, as on a node where the user's module is missing, ends a run only where none of its pool has proved a version.
 """
 
 import time
@@ -25,46 +25,100 @@ SETTLE, MEMORY = 8, 80  # decisions: in which nothing changes after a change; fo
 @dataclass
 class _Worker:
     name: str
+    pool: PoolRecipe
     handle: ProcessHandle
     restarts: int = 0
     futile: int = 0  # deaths since it last proved a version
     result: dict[str, Any] | None = None
     left_out: bool = False
+    leaving: bool = False  # it was sent home before the end
 
     @property
     def ended(self) -> bool:
         return self.left_out or self.result is not None
 
 
-class WorkerPool:
-    """The rollout workers of a pool, named after it: near-0, near-1, … log: shows a person one line."""
+class Pools:
+    """All pools of a run; their workers start at once. log: shows a person one line.
 
-    def __init__(self, recipe: Recipe, pool: PoolRecipe, dataflow: Any, log: Callable[[str], None]) -> None:
-        self._recipe, self._pool, self._dataflow, self._log = recipe, pool, dataflow, log
-        self._workers: list[_Worker] = []
+    A worker is named after its pool: near-0, near-1, …
+    """
 
-    def add(self) -> str:
-        """Start one more worker; return its name."""
-        name = f"{self._pool.name}-{len(self._workers)}"
-        self._workers.append(_Worker(name, self._start(name)))
+    def __init__(self, recipe: Recipe, dataflow: Any, log: Callable[[str], None]) -> None:
+        self._recipe, self._dataflow, self._log = recipe, dataflow, log
+        self._workers: list[_Worker] = []  # in the order in which they were started
+        for pool in recipe.pools:
+            for _ in range(pool.workers):
+                self.add(pool)
+        self._scale = recipe.autoscale
+        self._rule: WaitRule | None = None
+        if scale := self._scale:
+            self._rule = WaitRule(
+                least=scale.least,
+                most=scale.most,
+                grow=scale.grow,
+                shrink=scale.shrink,
+                settle=SETTLE * scale.every,
+                memory=MEMORY * scale.every,
+            )
+            self._scaled = next(pool for pool in recipe.pools if scale.pool in ("", pool.name))
+            self._next_decision = time.monotonic() + scale.every
+
+    def add(self, pool: PoolRecipe | None = None) -> str:
+        """Start one more worker, in the first pool or in another; return its name."""
+        pool = pool or self._recipe.pools[0]
+        name = f"{pool.name}-{sum(worker.pool is pool for worker in self._workers)}"
+        self._workers.append(_Worker(name, pool, self._start(name, pool)))
         return name
 
-    def _start(self, name: str) -> ProcessHandle:
-        board, region = self._dataflow, self._pool.region
-        arguments = (name, self._recipe, self._pool, board)
-        return start(name, RolloutProcess, RolloutWorker, arguments, board=board, where="anywhere", region=region)
+    def _start(self, name: str, pool: PoolRecipe) -> ProcessHandle:
+        arguments, board = (name, self._recipe, pool, self._dataflow), self._dataflow
+        return start(name, RolloutProcess, RolloutWorker, arguments, board=board, where="anywhere", region=pool.region)
 
-    def names(self) -> list[str]:
-        """The workers that have not ended, in the order in which they were started."""
-        return [worker.name for worker in self._workers if not worker.ended]
+    def dismiss(self) -> str | None:
+        """Let the newest worker of the first pool leave, unless it is the last; return its name."""
+        there = self._there(self._recipe.pools[0])
+        if len(there) < 2:
+            return None
+        self._send_home(there[-1])
+        return there[-1].name
+
+    def _there(self, pool: PoolRecipe) -> list[_Worker]:
+        """The workers of a pool that are not leaving."""
+        return [each for each in self._workers if each.pool is pool and not each.ended and not each.leaving]
+
+    def _send_home(self, worker: _Worker) -> None:
+        worker.leaving = True
+        self._dataflow.dismiss(worker.name)
+
+    def repeat(self) -> None:
+        """Dismiss again who is leaving: a dataflow that was made anew has forgotten it."""
+        for worker in self._workers:
+            if worker.leaving and not worker.ended:
+                self._dataflow.dismiss(worker.name)
 
     def running(self) -> list[ProcessHandle]:
         """The workers that have not ended."""
         return [worker.handle for worker in self._workers if not worker.ended]
 
     def results(self) -> list[dict[str, Any]]:
-        """What each ended worker returned, with the number of its restarts."""
-        return [w.result | {"restarts": w.restarts} for w in self._workers if w.result is not None]
+        """What each ended worker returned, and its restarts; `left`: it was sent home before the end."""
+        facts = ((worker.result, {"restarts": worker.restarts, "left": worker.leaving}) for worker in self._workers)
+        return [result | more for result, more in facts if result is not None]
+
+    def scale(self) -> None:
+        """Let workers join or leave, as the rule says, from time to time."""
+        if self._rule is None or self._scale is None or time.monotonic() < self._next_decision:
+            return
+        self._next_decision = time.monotonic() + self._scale.every
+        there = self._there(self._scaled)
+        balance = self._dataflow.balance()
+        wanted = self._rule.target(balance, len(there))
+        for _ in range(wanted - len(there)):
+            self._log(f"{self.add(self._scaled)} joins: {balance.sentence()}")
+        for worker in there[wanted:]:
+            self._send_home(worker)
+            self._log(f"{worker.name} leaves: {balance.sentence()}")
 
     def poll(self) -> None:
         """Collect the results of workers that ended, and restart those that died or could not start.
@@ -103,91 +157,14 @@ class WorkerPool:
             self._log(f"{who} {why}; left out after {DEATHS} times in a row")
         else:
             self._log(f"{who} {why}; starting again")
-            worker.handle = self._start(worker.name)
+            worker.handle = self._start(worker.name, worker.pool)
 
     def _others_work(self, worker: _Worker) -> bool:
-        """Whether another worker has proved a version: then it is this one's node that is at fault, or chance."""
-        others = [each for each in self._workers if each is not worker and not each.left_out]
-        return any(each.result or self._verified(each) for each in others)
+        """Whether another worker of the pool has proved a version: then this one's node is at fault, or chance."""
+        others = [each for each in self._workers if each.pool is worker.pool and each is not worker]
+        return any(each.result or self._verified(each) for each in others if not each.left_out)
 
     def _verified(self, worker: _Worker) -> bool:
         """Whether a worker has proved a version of each of its policies, as it has reported last."""
         held = self._dataflow.board().get(worker.name, {}).get("policies", {})
         return bool(held) and all(each["verified"] for each in held.values())
-
-
-class Pools:
-    """All pools of a run; their workers start at once. log: shows a person one line."""
-
-    def __init__(self, recipe: Recipe, dataflow: Any, log: Callable[[str], None]) -> None:
-        self._recipe, self._dataflow, self._log = recipe, dataflow, log
-        self._pools = {pool.name: WorkerPool(recipe, pool, dataflow, log) for pool in recipe.pools}
-        self._leaving: set[str] = set()
-        for pool in recipe.pools:
-            for _ in range(pool.workers):
-                self._pools[pool.name].add()
-        self._scale = recipe.autoscale
-        self._rule: WaitRule | None = None
-        if scale := self._scale:
-            self._rule = WaitRule(
-                least=scale.least,
-                most=scale.most,
-                grow=scale.grow,
-                shrink=scale.shrink,
-                settle=SETTLE * scale.every,
-                memory=MEMORY * scale.every,
-            )
-            self._scaled = scale.pool or recipe.pools[0].name
-            self._next_decision = time.monotonic() + scale.every
-
-    def add(self, pool: str | None = None) -> str:
-        """Start one more worker, in the first pool or in another; return its name."""
-        return self._pools[pool or self._recipe.pools[0].name].add()
-
-    def dismiss(self) -> str | None:
-        """Let the newest worker of the first pool leave, unless it is the last; return its name."""
-        there = self._there(self._pools[self._recipe.pools[0].name])
-        if len(there) < 2:
-            return None
-        self._leaving.add(there[-1])
-        self._dataflow.dismiss(there[-1])
-        return there[-1]
-
-    def _there(self, pool: WorkerPool) -> list[str]:
-        """The workers of a pool that are not leaving."""
-        return [name for name in pool.names() if name not in self._leaving]
-
-    def running(self) -> list[ProcessHandle]:
-        """The workers that have not ended."""
-        return [handle for pool in self._pools.values() for handle in pool.running()]
-
-    def results(self) -> list[dict[str, Any]]:
-        """What each ended worker returned, and its restarts; `left`: it was sent home before the end."""
-        found = [result for pool in self._pools.values() for result in pool.results()]
-        return [result | {"left": result["id"] in self._leaving} for result in found]
-
-    def poll(self) -> None:
-        """Collect results, and replace those that died. Raises as `WorkerPool.poll`."""
-        for pool in self._pools.values():
-            pool.poll()
-
-    def scale(self) -> None:
-        """Let workers join or leave, as the rule says, from time to time."""
-        if self._rule is None or self._scale is None or time.monotonic() < self._next_decision:
-            return
-        self._next_decision = time.monotonic() + self._scale.every
-        pool = self._pools[self._scaled]
-        there = self._there(pool)
-        balance = self._dataflow.balance()
-        wanted = self._rule.target(balance, len(there))
-        for _ in range(wanted - len(there)):
-            self._log(f"{pool.add()} joins: {balance.sentence()}")
-        for name in there[wanted:]:
-            self._leaving.add(name)
-            self._dataflow.dismiss(name)
-            self._log(f"{name} leaves: {balance.sentence()}")
-
-    def repeat(self) -> None:
-        """Dismiss again who is leaving: a dataflow that was made anew has forgotten it."""
-        for name in self._leaving & {name for pool in self._pools.values() for name in pool.names()}:
-            self._dataflow.dismiss(name)
