@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pulse_rl.flow.data.dataflow import Dataflow
-from pulse_rl.flow.data.events import AnyEvent
+from pulse_rl.flow.data.events import Event
 from pulse_rl.flow.data.journal import FILE, Journal
 from tests.flow.faults import Call, after_a_death, die, failing, kept, make, short_writes, story
 from tests.flow.world import Clock
@@ -29,7 +29,7 @@ def recorded(deterministic: bool) -> list[tuple[str, ...]]:
     flow = make(deterministic, None, clock)
     record, found = flow._state.record, []
 
-    def note(event: AnyEvent) -> None:
+    def note(event: Event) -> None:
         names.append(type(event).__name__)
         record(event)
 

@@ -128,7 +128,7 @@ class FlowState:
         self._ahead = True
         return self.curator.choose(number)
 
-    def record(self, event: events.AnyEvent) -> None:
+    def record(self, event: events.Event) -> None:
         """Write an event, and apply it. Raises ValueError for one that cannot be kept; nothing has changed then."""
         if self._journal is not None:
             payload = events.ENCODER.encode(event)
@@ -176,7 +176,7 @@ class FlowState:
             shared=self.shared,
         )
 
-    def _apply(self, event: events.AnyEvent) -> None:
+    def _apply(self, event: events.Event) -> None:
         match event:
             case events.Leased():
                 self._on_leased(event)
