@@ -23,6 +23,7 @@ from pulse_rl.flow.data.filters import drop_equal
 from pulse_rl.flow.data.replay import Recent
 from pulse_rl.flow.data.state import KEPT
 from pulse_rl.flow.samples import Episode, EpisodeGroup, Task, Turn, split
+from pulse_rl.flow.training.calls import PolicyCalls
 from tests.flow.world import Clock, dataflow, group, kill, started, take_all
 
 
@@ -798,3 +799,17 @@ def test_what_ranks_share_survives_the_dataflow(tmp_path: Path) -> None:
         flow.share(f"p {life} joined", 0, 0)
     assert flow.shared("p joined") == {}
     assert flow.shared(f"p {KEPT} joined") == {0: 0}
+
+
+def test_what_a_worker_held_that_has_left_is_nothing_that_lags_behind() -> None:
+    """Else the records of a run would have it further and further behind, with an alarm. It may come back."""
+    flow = started("p", workers=2)
+    calls = PolicyCalls(flow, "p", "")
+    for name in ("w0", "w1"):
+        flow.heartbeat(name, {"policies": {"p": {"version": 0}}})
+    flow.leave("w1")
+    assert calls.workers() == {"w0": {"version": 0}}
+    assert flow.board()["w1"]["policies"]
+    flow.register("w1", "builtin", 1, ["p"])
+    flow.heartbeat("w1", {"policies": {"p": {"version": 0}}})
+    assert calls.workers().keys() == {"w0", "w1"}

@@ -48,6 +48,17 @@ def test_a_worker_that_was_started_again_counts_from_nothing() -> None:
     assert of(found, "pulse_payload_bytes_total", "w-0") == [700]
 
 
+def test_a_worker_that_has_left_is_behind_nothing() -> None:
+    meter = RunMeter({"main": "s3://b/a"})
+    list(meter.measure([record(1)], {"w-0": held(1, 1, 700), "w-1": held(1, 1, 700)}))
+    board = {"w-0": held(1, 1, 700), "w-1": held(2, 2, 802) | {"left": True}}
+    found = list(meter.measure([record(2), record(3)], board))
+    assert of(found, "pulse_lag_versions", "w-0") == [2]
+    assert of(found, "pulse_payload_bytes_total", "w-1") == [102]  # of its last sync
+    assert of(found, "pulse_lag_versions", "w-1") == [0]
+    assert of(found, "pulse_lag_seconds", "w-1") == [float("inf")]
+
+
 def test_trainers_of_a_round_have_a_label_each() -> None:
     meter = RunMeter({"main": "s3://b/a"})
     found = list(meter.measure([record(1, trainer_sync={"mode": "pulse", "sent_nbytes": [7, 9]})], {}))

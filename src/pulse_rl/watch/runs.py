@@ -27,6 +27,7 @@ class RunMeter:
     def __init__(self, stores: Mapping[str, str]) -> None:
         self._runs = {name: run_name(url) for name, url in stores.items()}
         self._seen: dict[tuple[str, str], _Synced] = {}  # by worker and policy
+        self._left: set[str] = set()  # workers, which are behind nothing any more
         self._times: dict[str, dict[int, float]] = {name: {} for name in stores}  # when each version was seen first
         self._codecs: dict[str, str] = {}
 
@@ -37,7 +38,7 @@ class RunMeter:
         for worker, facts in board.items():
             for policy, held in facts.get("policies", {}).items():
                 if policy in self._runs:
-                    yield from self._held(worker, policy, held)
+                    yield from self._held(worker, policy, held, left=facts.get("left", False))
 
     def _published(self, record: Mapping[str, Any]) -> Iterator[Measurement]:
         policy, codec = record["policy"], record["codec"] or "anchor"
@@ -55,7 +56,7 @@ class RunMeter:
             trainer = Labels(self._runs[policy], worker=f"trainer-{rank}")
             yield Measurement("pulse_payload_bytes_total", trainer, nbytes, record["trainer_sync"]["mode"])
 
-    def _held(self, worker: str, policy: str, held: Mapping[str, Any]) -> Iterator[Measurement]:
+    def _held(self, worker: str, policy: str, held: Mapping[str, Any], *, left: bool) -> Iterator[Measurement]:
         """What a worker holds of a policy, and what it has read since it was looked at last."""
         labels = Labels(self._runs[policy], worker=worker)
         before = self._seen.get((worker, policy), _Synced())
@@ -73,10 +74,11 @@ class RunMeter:
             yield Measurement("pulse_last_applied_timestamp_seconds", labels, time.time())
             for phase, spent in held.get("phases", {}).items():
                 yield Measurement("pulse_phase_seconds", labels, spent, phase)
-        newer = {version: since for version, since in self._times[policy].items() if version > now.version}
+        (self._left.add if left else self._left.discard)(worker)
+        newer = {version: since for version, since in self._times[policy].items() if version > now.version and not left}
         yield Measurement("pulse_lag_versions", labels, len(newer))
         yield Measurement("pulse_lag_seconds", labels, min(newer.values(), default=float("inf")))
-        holds = [one.version for (_, name), one in self._seen.items() if name == policy and one.version is not None]
-        oldest = min(holds, default=0)
+        there = [one.version for (who, name), one in self._seen.items() if name == policy and who not in self._left]
+        oldest = min((version for version in there if version is not None), default=0)
         for version in [version for version in self._times[policy] if version < oldest]:
             del self._times[policy][version]

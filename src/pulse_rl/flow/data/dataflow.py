@@ -106,10 +106,12 @@ class Dataflow(StatusBoard):
                 f"found {', '.join(unknown)}"
             )
         self._state.record(events.Registered(self._tick(), worker, kind, slots, policies, region))
+        self.report(worker, {"left": False})
 
     def leave(self, worker: str) -> None:
-        """A worker ends. Its tasks are handed out anew."""
+        """A worker ends. Its tasks are handed out anew. The board goes on saying what it held, and that it has left."""
         self._state.record(events.Left(self._tick(), worker))
+        self.report(worker, {"left": True})
 
     def lost(self, worker: str, error: str = "its process died") -> None:
         """The driver has seen a worker's process die. Its tasks are handed out anew."""

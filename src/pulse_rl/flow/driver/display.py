@@ -146,8 +146,8 @@ def _exchange(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _held(board: Mapping[str, Any], policy: str) -> list[str]:
-    """What each worker holds of a policy."""
-    workers = sorted((name, facts) for name, facts in board.items() if "policies" in facts)
+    """What each worker that has not left holds of a policy."""
+    workers = sorted((name, facts) for name, facts in board.items() if "policies" in facts and not facts.get("left"))
     held = [(name, facts, facts["policies"].get(policy, {})) for name, facts in workers]
     return [
         f"{name} at {found['version']} proved" if found.get("verified") else f"{name} {_waiting(facts)}"

@@ -56,9 +56,9 @@ class PolicyCalls:
         self._dataflow.report(f"{self._name}/trainer", dict(facts) | {"pid": os.getpid()})
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """What each worker holds of this policy."""
-        board = self._dataflow.board().items()
-        return {who: facts["policies"].get(self._name, {}) for who, facts in board if "policies" in facts}
+        """What each worker that has not left holds of this policy."""
+        there = {who: facts for who, facts in self._dataflow.board().items() if not facts.get("left")}
+        return {who: facts["policies"].get(self._name, {}) for who, facts in there.items() if "policies" in facts}
 
     def dropped(self) -> int:
         """Groups that were dropped, for whatever reason."""
