@@ -34,23 +34,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(train)
-app.command()(rollout)
-app.command()(diff)
-app.command()(apply)
-app.command()(inspect)
-app.command()(verify)
-app.command()(status)
-app.command()(watch)
-app.command()(follow)
-app.command()(relay)
-app.command()(mirror)
-app.command()(prune)
-app.command()(copy)
-app.command()(study)
-app.command()(plan)
-app.command()(warmup)
-
+# In the order in which --help lists them.
+for command in (
+    *(train, rollout, diff, apply, inspect, verify, status, watch),
+    *(follow, relay, mirror, prune, copy, study, plan, warmup),
+):
+    app.command()(command)
 
 # What input, files, stores and this machine can cause. FileNotFoundError and TimeoutError are OSErrors.
 EXPECTED = (PulseError, ValueError, TypeError, OSError, ImportError, MemoryError, RecursionError, ArithmeticError)

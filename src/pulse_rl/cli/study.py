@@ -73,13 +73,14 @@ def study(
     from msgspec.structs import replace
 
     from pulse_rl.disk import on_this_machine
+    from pulse_rl.flow.directory import is_run
     from pulse_rl.study.verb import check_settings
     from pulse_rl.study.verb import study as measure
 
     with ExitStack() as stack:
         with output.checking():
             out = out and on_this_machine("output", out)
-            if out is not None and _is_run(str(out)):
+            if out is not None and is_run(str(out)):
                 raise ValueError(
                     f"output: expected another directory than the run's, found {out}: its {PAGE} would be replaced"
                 )
@@ -95,7 +96,7 @@ def study(
             out.mkdir(parents=True, exist_ok=True)  # as does this
         with output.progress("study") as update:
             report = measure(source, settings, codecs=codecs, progress=update)
-    if len(targets) == 1 and _is_run(targets[0]):
+    if len(targets) == 1 and is_run(targets[0]):
         report = replace(report, source="run", location=targets[0], notes=(*report.notes, *_run_notes(targets[0])))
     written = _write(report, out, html) if out is not None else []
     if as_json:
@@ -106,19 +107,14 @@ def study(
             output.write(f"\nwritten: {printable(', '.join(map(str, written)))}\n")
 
 
-def _is_run(target: str) -> bool:
-    from pulse_rl.flow.directory import RECIPE
-
-    return "://" not in target and (Path(target) / RECIPE).is_file()
-
-
 def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] | None) -> Settings | None:
     """Adam's settings as given, or of a run. None without a learning rate; then betas raise ValueError."""
+    from pulse_rl.flow.directory import is_run
     from pulse_rl.flow.recipe import PolicyRecipe
     from pulse_rl.study.results import Settings
 
     found, warmup = PolicyRecipe(), 0
-    if len(targets) == 1 and _is_run(targets[0]):
+    if len(targets) == 1 and is_run(targets[0]):
         found = _policy(targets[0])
         if lr is None and found.trainers == 1:
             lr, warmup = found.lr, found.warmup
@@ -133,7 +129,7 @@ def _policy(target: str) -> PolicyRecipe:
     """The policy of a run. Raises ValueError if it has several."""
     from pulse_rl.flow import recipe_file
 
-    recipe = recipe_file.saved(Path(target))
+    recipe = recipe_file.saved(Path(target).expanduser())
     if recipe.only is None:
         raise ValueError(
             f"expected a run of one policy, found {', '.join(recipe.policies)} in {target}: name the store of one of "

@@ -76,10 +76,10 @@ async def _serve(sources: list[Watched], host: str, port: int) -> None:
 
 
 def _source(target: str, max_lag: int | None) -> Watched:
-    from pulse_rl.flow.directory import RECIPE
+    from pulse_rl.flow.directory import is_run
 
     directory = Path(target).expanduser()
-    if "://" not in target and (directory / RECIPE).is_file():
+    if is_run(target):
         from pulse_rl.flow.driver.watching import RunSource
 
         return RunSource(directory)

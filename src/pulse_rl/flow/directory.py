@@ -100,13 +100,18 @@ def free(directory: Path) -> bool:
     return not begun(directory) and not running(directory)
 
 
+def is_run(target: str) -> bool:
+    """Whether a path, or a URL, is the directory of a run."""
+    return "://" not in target and os.path.isfile(os.path.join(os.path.expanduser(target), RECIPE))
+
+
 def store_of(target: str) -> str:
     """The path or URL of the store of a run, if its directory is given; whatever else is given, as it is.
 
     Raises ValueError for a run of several policies, which has a store for each, and for a recipe that is broken.
     """
     directory = Path(os.path.expanduser(target))
-    if "://" in target or not os.path.isfile(directory / RECIPE) or (directory / "manifests").is_dir():
+    if not is_run(target) or (directory / "manifests").is_dir():
         return target
     try:
         recipe = tomllib.loads((directory / RECIPE).read_text())

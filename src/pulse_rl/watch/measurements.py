@@ -80,7 +80,6 @@ _PHASES: dict[str, dict[str, tuple[str, ...]]] = {  # of each report: phase → 
         "apply": ("outer_s",),
     },
 }
-PHASES = ("find", "code", "put", "fetch", "decode", "stage", "drain", "apply", "prove")
 
 
 class Labels(NamedTuple):
