@@ -21,6 +21,7 @@ from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.flow.directory import store_of
+from pulse_rl.flow.driver import run as driver
 from pulse_rl.weights.layout import layout
 
 COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
@@ -495,3 +496,13 @@ def test_directory_without_permission(run: Run, files: Files, tmp_path: Path) ->
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
     assert "permission denied" in _fails(run, "diff", files.old, files.new, "-o", locked / "out")
+
+
+def test_the_summary_of_a_run_is_json_also_where_weights_are_nan(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "prepare", lambda settings: settings)
+    monkeypatch.setattr(driver, "train", lambda *_, **__: {"loss": [float("nan")], "stopped": None})
+    done = run("train", "--model", "tiny", "--out", tmp_path / "run", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out, parse_constant=pytest.fail) == {"loss": [None], "stopped": None}

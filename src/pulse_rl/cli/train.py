@@ -130,7 +130,7 @@ def train(
     with exporting(metrics) as exported, tracked as kept, Display(title, settings.steps) as display:
         summary = run.train(settings, display, resume=resume is not None, exporters=(*exported, *kept))
     if as_json:
-        typer.echo(json.dumps(summary, indent=2))
+        output.emit(summary)
     else:
         print_summary(summary)
     if stopped := summary["stopped"]:
