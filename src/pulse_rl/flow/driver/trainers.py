@@ -125,12 +125,12 @@ class PolicyTrainers:
         """
         deadline = time.monotonic() + GRACE_S
         while True:
-            ended = self._handles[:1] if self._led_out() else [each for each in self._handles if each.ended()]
+            left = self.running()  # before looking at those that have ended: one may end meanwhile
+            ended = self._handles[:1] if self._led_out() else [each for each in self._handles if each not in left]
             failures = [failure for each in ended if (failure := _failure(each)) is not None]
             for failure in failures:
                 if self._led_out() or not isinstance(failure, ExchangeError):
                     raise failure
-            left = self.running()
             late = time.monotonic() > deadline
             if failures and (late or not left):
                 raise failures[-1]
