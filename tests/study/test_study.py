@@ -434,6 +434,30 @@ def test_a_history_begins_anew_at_an_anchor(tmp_path: Path, trainee: Trainee) ->
     assert msgspec.structs.replace(history, **same) == msgspec.structs.replace(files, **same)
 
 
+@pytest.mark.parametrize("steps", [[0, 1, 2, 3, 1, 2, 3], [5, 6, 3, 3, 4, 8], [2, 4, 6, 8]])
+def test_a_training_that_went_back_is_studied_by_the_steps_that_count(
+    steps: list[int], tmp_path: Path, trainee: Trainee
+) -> None:
+    """As its last run's steps are, from files: what it trained and then went back before is left out."""
+    store = pulse.open_store("memory://")
+    files: dict[int, Path] = {}
+    with pulse.Publisher(store, cast="bfloat16", anchor_every=3) as publisher:
+        for version, step in enumerate(steps):
+            weights = trainee.step()
+            publisher.publish(weights, version=version, metadata={"step": step})
+            files = {n: path for n, path in files.items() if n < step} | {step: tmp_path / f"at-{version}-step-{step}"}
+            files[step].mkdir()
+            half = {n: w.bfloat16() if w.is_floating_point() else w for n, w in weights.items()}
+            write_checkpoint(files[step] / "model.safetensors", layout(half))
+    (tmp_path / "scratch").mkdir()
+    source = Stored(History(store), tmp_path / "scratch")
+    assert [version.number for version in source.versions] == list(files)
+    assert len(source.notes) == len(steps) - len(files)
+    history, expected = study(source), study(Checkpoints(list(files.values())))
+    same = {"source": "checkpoints", "location": "", "versions": (), "seconds": 0.0, "notes": ()}
+    assert msgspec.structs.replace(history, **same) == msgspec.structs.replace(expected, **same)
+
+
 def test_versions_too_far_apart_for_theory(tmp_path: Path) -> None:
     shapes = {"w": (torch.bfloat16, (50,))}
     source = written(tmp_path, states_of(shapes, 3, 0.1, 0), [20260101, 20270101, 20280101])

@@ -76,13 +76,13 @@ class PolicyHistory:
             self.newest = self._found
         else:
             self.newest = 0 if self._found is None else self._after(self._found, step)
-            self._publish(weights, anchor=self._damage is not None)
+            self._publish(step, weights, anchor=self._damage is not None)
 
     def publish(self, step: int, weights: Weights, *, bandwidth: float | None = None) -> PublishReport:
         """Publish the weights after a round. step: its last. bandwidth: of the slowest link known, bits per second."""
         self._publisher.bandwidth = bandwidth
         self.newest = self._after(self.newest, step)
-        return self._publish(weights)
+        return self._publish(step, weights)
 
     def digest_of(self, weights: Weights) -> str:
         """The digest of the masters' BF16 cast, computed in full."""
@@ -102,5 +102,6 @@ class PolicyHistory:
         """The next version: the number of rounds done, or one more than the last version where that is higher."""
         return max(version + 1, step // self._policy.round_steps)
 
-    def _publish(self, weights: Weights, **options: Any) -> PublishReport:
-        return self._publisher.publish(weights, version=self.newest, assets=self._assets, **options)
+    def _publish(self, step: int, weights: Weights, **options: Any) -> PublishReport:
+        noted = {"step": step}  # after a crash versions go on, and steps are repeated
+        return self._publisher.publish(weights, version=self.newest, assets=self._assets, metadata=noted, **options)

@@ -38,7 +38,9 @@ from pulse_rl.weights.segments import SEGMENT
 class Stored:
     """The versions of a history to study: every one that an anchor, or the patch after another version, gives.
 
-    Others are noted and left out, as those after a patch that is missing, up to the next anchor.
+    Others are noted and left out, as those after a patch that is missing, up to the next anchor. Where the trainer has
+    noted the step of each version, that is its number; versions of a training that went back to an earlier step, to go
+    on from there, are left out too.
 
     Anchors are downloaded into files, and what patches change is kept in others. Every object is checked against its
     hash, an anchor against its digest too, and every patch is proved on the version before it.
@@ -98,16 +100,27 @@ class Stored:
                 self.notes.append(f"version {manifest.version} is left out: no patch leads to it from an anchor")
                 continue
             found.append(manifest)
-        if len(found) < 2:
+        steps = [(manifest.metadata or {}).get("step") for manifest in found]
+        numbers = [step for step in steps if type(step) is int]
+        if len(numbers) < len(found):
+            numbers = [manifest.version for manifest in found]
+        kept: list[int] = []  # the places of the versions that are studied
+        for place, number in enumerate(numbers):
+            while kept and numbers[kept[-1]] >= number:
+                gone = found[kept.pop()].version
+                self.notes.append(f"version {gone} is left out: training went on from step {number} after it")
+            kept.append(place)
+        if len(kept) < 2:
             raise VersionNotFoundError(
-                f"{self.location}: expected at least two versions, found {len(found)}", url=self.location
+                f"{self.location}: expected at least two versions, found {len(kept)}", url=self.location
             )
-        self.versions = tuple(Version(number=m.version, name=f"version {m.version}") for m in found)
+        self.versions = tuple(Version(number=numbers[i], name=f"version {found[i].version}") for i in kept)
+        self._kept = set(kept)
         self._directory = directory
         self.tensors: dict[str, StudiedTensor] = self._anchor(0).tensors
-        for state, version in zip(self._states, self.versions, strict=True):
+        for state, manifest in zip(self._states, found, strict=True):
             if isinstance(state, _Anchor):
-                check_same_model(self.tensors, state.tensors, f"{self.location}: {version.name}")
+                check_same_model(self.tensors, state.tensors, f"{self.location}: version {manifest.version}")
 
     def _anchor(self, number: int) -> "_Anchor":
         state = self._states[number]
@@ -126,13 +139,14 @@ class Stored:
             The bits, (stop − start,); the caller owns the array.
         """
         bits: UIntArray = np.empty(0, UINTS[self.tensors[name].itemsize])  # a history starts from an anchor
-        for state in self._states:
+        for place, state in enumerate(self._states):
             if isinstance(state, _Anchor):
                 bits = state.read(name, start, stop)
             else:
                 bits = bits.copy()
                 cpu.scatter(bits, *state.changes(name, start))
-            yield bits
+            if place in self._kept:
+                yield bits
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
         """Yield every two neighbouring versions whole, in order. To be called after all walks.
@@ -142,10 +156,15 @@ class Stored:
         """
         places = self._directory / "before", self._directory / "after"
         before, after = (self._anchor(0).copied(place) for place in places)
-        for state in self._states[1:]:
+        done = 0  # the version that `before` holds
+        for place, state in enumerate(self._states[1:], 1):
             after = state.following(after, places[1])
-            yield before, after
-            before = state.following(before, places[0])
+            if place in self._kept:
+                if done in self._kept:
+                    yield before, after
+                for passed in self._states[done + 1 : place + 1]:
+                    before = passed.following(before, places[0])
+                done = place
 
 
 class _Anchor(CheckpointReader):
