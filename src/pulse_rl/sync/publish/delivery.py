@@ -297,9 +297,7 @@ class Delivery:
             store = self.history.store
             if self._ranks.size > 1:
                 store.delete(part_name(parts_name(sequence, token), self._ranks.rank))
-            if (
-                self._ranks.rank == 0
-            ):  # which alone knows whether it has committed: it deletes what others have put, too
+            if self._ranks.rank == 0:  # which alone knows whether it has committed, so it deletes the others' parts too
                 folders = anchor_name(sequence, token), parts_name(sequence, token).rpartition("/")[0]
                 files = [info.name for folder in folders for info in store.list(folder)]
                 for name in (patch_name(sequence, token), trail_name(sequence, token), *files):
