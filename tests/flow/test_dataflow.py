@@ -811,5 +811,5 @@ def test_what_a_worker_held_that_has_left_is_nothing_that_lags_behind() -> None:
     assert calls.workers() == {"w0": {"version": 0}}
     assert flow.board()["w1"]["policies"]
     flow.register("w1", "builtin", 1, ["p"])
-    flow.heartbeat("w1", {"policies": {"p": {"version": 0}}})
+    flow.heartbeat("w1", {"policies": {"p": {"version": 0}}, "left": False})  # as a worker says
     assert calls.workers().keys() == {"w0", "w1"}

@@ -106,7 +106,6 @@ class Dataflow(StatusBoard):
                 f"found {', '.join(unknown)}"
             )
         self._state.record(events.Registered(self._tick(), worker, kind, slots, policies, region))
-        self.report(worker, {"left": False})
 
     def leave(self, worker: str) -> None:
         """A worker ends. Its tasks are handed out anew. The board goes on saying what it held, and that it has left."""

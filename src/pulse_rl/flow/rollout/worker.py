@@ -206,6 +206,7 @@ class RolloutWorker:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "restarting": False,
+            "left": False,
             "versions": {name: held.version for name, held in self._held.items() if held.version is not None},
             "policies": {name: held.facts() for name, held in self._held.items()},
             "playing": len(self._playing),
