@@ -45,7 +45,6 @@ def test_a_store_that_is_pinned_is_followed(monkeypatch: pytest.MonkeyPatch, pin
         (ONE, "gs://bucket/run-a"),
         (ONE, "S3://bucket/run-a"),
         (ONE, "/etc"),
-        (ONE, ""),
         (BELOW, "s3://bucket/teams/run"),
         (BELOW, "s3://bucket/team/../other"),
         (BELOW, "s3://bucket/team/%2e%2e/other"),
@@ -61,6 +60,13 @@ def test_another_store_is_refused(monkeypatch: pytest.MonkeyPatch, pin: str, sto
     monkeypatch.setenv(STORE, pin)
     with pytest.raises(StoreError, match=f"pinned by {STORE}"):
         pinned(Follow(store=store))
+
+
+def test_an_empty_store_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORE, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected a URL or a path, found an empty string"):
+        pinned(Follow(store=""))
 
 
 def test_directories_are_compared_where_they_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
