@@ -154,17 +154,19 @@ class Stored:
         Yields:
             Both versions' tensors by name, valid until the next pair.
         """
-        places = self._directory / "before", self._directory / "after"
-        before, after = (self._anchor(0).copied(place) for place in places)
-        done = 0  # the version that `before` holds
-        for place, state in enumerate(self._states[1:], 1):
-            after = state.following(after, places[1])
-            if place in self._kept:
-                if done in self._kept:
-                    yield before, after
-                for passed in self._states[done + 1 : place + 1]:
-                    before = passed.following(before, places[0])
-                done = place
+        before, after = (self._versions_in(self._directory / name) for name in ("before", "after"))
+        next(after)
+        for weights in after:
+            yield next(before), weights
+
+    def _versions_in(self, place: Path) -> Iterator[Layout]:
+        """The versions that are studied, whole, one after another in the files of a directory."""
+        weights = self._anchor(0).copied(place)
+        for number, state in enumerate(self._states):
+            if number:
+                weights = state.following(weights, place)
+            if number in self._kept:
+                yield weights
 
 
 class _Anchor(CheckpointReader):
