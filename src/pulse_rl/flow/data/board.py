@@ -23,6 +23,11 @@ class StatusBoard:
         return {who: dict(facts) for who, facts in self._facts.items()}
 
 
+def workers(board: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The facts of the workers on a board that have not left."""
+    return {who: facts for who, facts in board.items() if "policies" in facts and not facts.get("left")}
+
+
 class BoardLog(logging.Handler):
     """Puts what a process logs on the board, for the driver to show, as nobody reads that process's own log.
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pulse_rl.errors import printable
+from pulse_rl.flow.data.board import workers
 from pulse_rl.units import nbytes
 
 # Columns of the table of policies; those about several trainers are between them.
@@ -147,8 +148,7 @@ def _exchange(record: Mapping[str, Any]) -> dict[str, str]:
 
 def _held(board: Mapping[str, Any], policy: str) -> list[str]:
     """What each worker that has not left holds of a policy."""
-    workers = sorted((name, facts) for name, facts in board.items() if "policies" in facts and not facts.get("left"))
-    held = [(name, facts, facts["policies"].get(policy, {})) for name, facts in workers]
+    held = [(name, facts, facts["policies"].get(policy, {})) for name, facts in sorted(workers(board).items())]
     return [
         f"{name} at {found['version']} proved" if found.get("verified") else f"{name} {_waiting(facts)}"
         for name, facts, found in held

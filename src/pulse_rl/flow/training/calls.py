@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from pulse_rl.flow.data.board import workers
 from pulse_rl.flow.samples import PolicyBatch
 
 
@@ -57,8 +58,8 @@ class PolicyCalls:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """What each worker that has not left holds of this policy."""
-        there = {who: facts for who, facts in self._dataflow.board().items() if not facts.get("left")}
-        return {who: facts["policies"].get(self._name, {}) for who, facts in there.items() if "policies" in facts}
+        there = workers(self._dataflow.board())
+        return {who: facts["policies"].get(self._name, {}) for who, facts in there.items()}
 
     def dropped(self) -> int:
         """Groups that were dropped, for whatever reason."""
