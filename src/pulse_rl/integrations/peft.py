@@ -90,7 +90,7 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
     Bit for bit those of `merge_and_unload()`, which the model itself is spared: a layer with adapters is copied and
     merged when it is read, and at most two merged layers are in memory. All other tensors are the live ones. Where
     layers with adapters share a weight, as an embedding and its head, `merge_and_unload()` adds both adapters to it.
-    Here each layer has a tensor of its own, with its own adapter alone, as the model computes. Workers load both
+    This function gives two tensors, and adds to each the adapter of its layer, as the model computes. Workers load both
     tensors, with `tie_word_embeddings=False`.
 
     Args:

@@ -170,13 +170,13 @@ class Position:
             found = restore(reading, head, directory, share.plan.nbytes if share else None, wanted)
 
             def take_up() -> Baseline:
-                if share is None or wanted is None:
-                    own = clone(found, share.own, self.kept_on) if share is not None else found.clone()
-                    own.tied = dict(head.tied)
-                    plan = whole_share(own).plan
-                else:
+                if share is not None and ranks.size > 1:
                     parts = {name: bits_of_pieces(bits, list(pieces_of(bits))) for name, bits in found.items()}
                     own, plan = clone(Layout(parts, share.own.tied), share.own, self.kept_on), share.plan
+                else:
+                    own = found.clone() if share is None else clone(found, share.own, self.kept_on)
+                    own.tied = dict(head.tied)
+                    plan = whole_share(own).plan
                 self._resume(head, reading)
                 return Baseline(own, head, plan)
 
