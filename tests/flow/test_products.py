@@ -26,13 +26,15 @@ def layers(inputs: int, outputs: int, bias: bool) -> tuple[torch.nn.Linear, torc
 
 
 @pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("block", [products.BLOCK, 100, 1])  # all rows at once; some, with a rest; one by one
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize(("shape", "outputs"), SHAPES)
 def test_a_product_and_its_gradients_are_those_of_float64_rounded(
-    shape: tuple[int, ...], outputs: int, autocast: bool, bias: bool
+    shape: tuple[int, ...], outputs: int, autocast: bool, bias: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masters in float32 under autocast, as a trainer's; or all in bfloat16, as a rollout worker's."""
+    monkeypatch.setattr(products, "BLOCK", block)
     torch_own, wide = layers(shape[-1], outputs, bias)
     exact = torch.nn.Linear(shape[-1], outputs, bias=bias, dtype=torch.float64)
     exact.load_state_dict({name: tensor.bfloat16().double() for name, tensor in wide.state_dict().items()})

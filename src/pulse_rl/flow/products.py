@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+# Rows of a matrix that are widened at once have at most so many elements. They stay in the cache, and are written to
+# memory that is used again: pages that are new cost more than a product with few rows of x.
+BLOCK = 1 << 20
+
 
 def widen(model: torch.nn.Module) -> None:
     """Have a model's linear layers widen the bfloat16 that they multiply, if this CPU has no instructions for it."""
@@ -37,7 +41,15 @@ class _Product(torch.autograd.Function):
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)  # type: ignore[untyped-decorator]
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, w)
-        return torch.nn.functional.linear(x.float(), w.float(), None if b is None else b.float()).bfloat16()
+        x = x.float()
+        product = x.new_empty((*x.shape[:-1], len(w)), dtype=torch.bfloat16)
+        rows = max(1, BLOCK // w.shape[1])
+        wide = w.new_empty((min(rows, len(w)), w.shape[1]), dtype=torch.float32)
+        for start in range(0, len(w), rows):
+            end = min(start + rows, len(w))
+            bias = None if b is None else b[start:end].float()
+            product[..., start:end] = torch.nn.functional.linear(x, wide[: end - start].copy_(w[start:end]), bias)
+        return product
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
