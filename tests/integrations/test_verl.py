@@ -165,7 +165,7 @@ def test_rollout_workers_hold_the_trainers_weights_also_after_a_kill_and_a_resum
         metrics = fitted(manager, 10 * version)
         seen.append(agreed(group, directory))
         manifest = manifests(store)[-1]
-        assert (manifest.version, manifest.metadata) == (version, {"global_steps": 10 * version})
+        assert (manifest.version, manifest.metadata) == (version, {"step": 10 * version})
         patch = manifest.patch.total_nbytes if manifest.patch else manifest.anchor_nbytes
         assert metrics["checkpoint_engine/payload_mbytes"] == patch / 2**20
         assert 0 < metrics["timing_s/update_weights"] < 600  # verl's own clock around the whole of it

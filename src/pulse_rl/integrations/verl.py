@@ -125,7 +125,7 @@ class PulseCheckpointEngine:
 
         Args:
             weights: (name, whole tensor), one at a time. It is read to its end, also where something fails.
-            global_steps: verl's step, which is noted in the version's metadata.
+            global_steps: verl's step, which is noted of the version, as {"step": 12}.
 
         Returns:
             From the first trainer what verl's own delta engine reports, for the trainer's metrics.
@@ -134,7 +134,7 @@ class PulseCheckpointEngine:
             ValueError: verl hands out the model below LoRA adapters, which stays as it is while they are trained.
             PulseError: The version could not be published. All trainers raise, and the rollout workers time out.
         """
-        metadata = None if global_steps is None else {"global_steps": int(global_steps)}
+        metadata = None if global_steps is None else {"step": int(global_steps)}
         report = self._publisher.publish(_mine(weights), version=self._version, metadata=metadata)
         if not self._is_master:
             return {}

@@ -67,7 +67,6 @@ class Scripted:
         context: Sequence[int],
         *,
         max_new_tokens: int,
-        temperature: float | None = None,
         stop: Sequence[str] | None = None,
     ) -> Turn:
         """The script's next text, as a turn.
@@ -75,7 +74,6 @@ class Scripted:
         Args:
             context: Token ids.
             max_new_tokens: The longest completion.
-            temperature: Not used.
             stop: As for a policy.
 
         Returns:
