@@ -63,6 +63,34 @@ def test_gradient_flows_through_the_shared_prompt(tiny: model.Loaded) -> None:
         assert torch.allclose(a, b, atol=1e-3)
 
 
+@pytest.mark.parametrize("each", [True, False])
+def test_completions_that_have_ended_are_not_computed_and_leave_the_others_alone(
+    tiny: model.Loaded, each: bool
+) -> None:
+    """The likeliest tokens of eight completions of other lengths together, against each alone."""
+    prompts, most = ["1 + 2 =", "33 - 4 + 5 ="], torch.tensor([1, 5, 1, 2, 4, 1, 3, 9])
+    one = torch.zeros(len(tiny.tokenizer), dtype=torch.bool)  # no token ends a completion
+    ids, mask = policy.encode(tiny.tokenizer, prompts)
+    stops = torch.stack([one] * 8) if each else one
+    alone = []
+    for row, length in enumerate(most):
+        how = policy.How(torch.tensor([1]), length[None], 0.0, one)
+        at = slice(row // 4, row // 4 + 1)
+        alone.append(policy.sample(tiny.model, ids[at], mask[at], how, torch.Generator()))
+    computed: list[int] = []
+    how = policy.How(torch.tensor([4, 4]), most, 0.0, stops)
+    with tiny.model.register_forward_pre_hook(
+        lambda _, __, given: computed.append(len(given["input_ids"])), with_kwargs=True
+    ):
+        done = policy.sample(tiny.model, ids, mask, how, torch.Generator())
+    assert computed == [2, 8, 4, 4, 2, 1, 1, 1, 1]  # prompts, then what goes on, of which more than half is kept whole
+    assert done.mask.sum(1).tolist() == most.tolist()
+    for row, (length, true) in enumerate(zip(most, alone, strict=True)):
+        assert torch.equal(done.tokens[row, :length], true.tokens[0])
+        assert torch.allclose(done.logprobs[row, :length], true.logprobs[0], atol=1e-4)
+        assert not done.mask[row, length:].any()
+
+
 def test_sampling_is_seeded_and_stops(tiny: model.Loaded) -> None:
     first, again, other = _sampled(tiny), _sampled(tiny), _sampled(tiny, 2)
     assert torch.equal(first.tokens, again.tokens)

@@ -92,17 +92,22 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
     logits, cache = _prefill(model, ids, mask, group)
     seen = mask.repeat_interleave(group, 0)
     position = seen.sum(1, keepdim=True)
+    row = torch.arange(len(seen), device=seen.device)  # those that are computed; `alive` of them go on
+    tokens = seen.new_zeros(len(seen), int(most.max()))
+    masks, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
     alive = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
-    tokens, masks, logprobs = [], [], []
-    for number in range(1, int(most.max()) + 1):
+    for number in range(int(most.max())):
         scores, token = _draw(logits, temperature, generator)
-        tokens.append(token)
-        masks.append(alive[:, None].clone())
-        logprobs.append(scores.gather(1, token))
-        alive &= ~(stops[token[:, 0]] if stops.ndim == 1 else stops.gather(1, token)[:, 0])
-        alive &= most > number
-        if not alive.any() or (interrupted and interrupted()):
+        tokens[row, number], masks[row, number] = token[:, 0], alive
+        logprobs[row, number] = scores.gather(1, token)[:, 0]
+        alive = alive & ~(stops[token[:, 0]] if stops.ndim == 1 else stops[row, token[:, 0]])
+        alive &= most[row] > number + 1
+        going = int(alive.sum())
+        if not going or (interrupted and interrupted()):
             break
+        if 2 * going <= len(row):  # so all copies together are at most one of the batch
+            cache[cache_name(model)].batch_select_indices(alive.nonzero()[:, 0])
+            row, seen, position, token, alive = (of[alive] for of in (row, seen, position, token, alive))
         seen = torch.cat([seen, torch.ones_like(token)], 1)
         out = model(
             input_ids=token,
@@ -113,7 +118,8 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
         )
         position = position + 1
         logits = out.logits[:, -1].float()
-    return Completions(ids, mask, torch.cat(tokens, 1), torch.cat(masks, 1), torch.cat(logprobs, 1), group)
+    done = number + 1
+    return Completions(ids, mask, tokens[:, :done], masks[:, :done], logprobs[:, :done], group)
 
 
 def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
