@@ -176,6 +176,8 @@ def test_the_best_model_that_the_trainer_loads_at_its_end_is_the_last_version(tm
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")  # of the greatest loss
     assert published(store)[-1] == (5 if every == 1 else 4, pulse.digest(bits_of(run.model)))
+    noted = [(manifest.metadata or {}).get("step") for manifest in pulse.History(store).manifests()]
+    assert noted == [*range(0, 5, every), None]  # no step led from the version before to the best model
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -434,17 +434,22 @@ def test_a_history_begins_anew_at_an_anchor(tmp_path: Path, trainee: Trainee) ->
     assert msgspec.structs.replace(history, **same) == msgspec.structs.replace(files, **same)
 
 
-@pytest.mark.parametrize("steps", [[0, 1, 2, 3, 1, 2, 3], [5, 6, 3, 3, 4, 8], [2, 4, 6, 8]])
+@pytest.mark.parametrize("steps", [[0, 1, 2, 3, 1, 2, 3], [5, 6, 3, 3, 4, 8], [2, 4, 6, 8], [None, 0, 1, 2, None]])
 def test_a_training_that_went_back_is_studied_by_the_steps_that_count(
-    steps: list[int], tmp_path: Path, trainee: Trainee
+    steps: list[int | None], tmp_path: Path, trainee: Trainee
 ) -> None:
-    """As its last run's steps are, from files: what it trained and then went back before is left out."""
+    """As its last run's steps are, from files: what it trained and then went back before is left out.
+
+    So are versions that no step has led to.
+    """
     store = pulse.open_store("memory://")
     files: dict[int, Path] = {}
     with pulse.Publisher(store, cast="bfloat16", anchor_every=3) as publisher:
         for version, step in enumerate(steps):
             weights = trainee.step()
             publisher.publish(weights, version=version, metadata={"step": step})
+            if step is None:
+                continue
             files = {n: path for n, path in files.items() if n < step} | {step: tmp_path / f"at-{version}-step-{step}"}
             files[step].mkdir()
             half = {n: w.bfloat16() if w.is_floating_point() else w for n, w in weights.items()}

@@ -27,7 +27,7 @@ class PulseCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     As Transformers' `PublishCallback`. A version is Lightning's `global_step`, or that plus a constant; its numbers are
     logged as the module's own metrics. With `StochasticWeightAveraging` or `WeightAveraging`, which come before it in
-    `callbacks`, the last version is the averaged weights.
+    `callbacks`, the last version is the averaged weights, of which no step is noted.
 
     Args:
         store: A Store, or the URL or path of one; or a Publisher.

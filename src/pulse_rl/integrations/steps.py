@@ -1,7 +1,8 @@
 """What the callbacks of training frameworks share: the weights are published when training begins, and after its steps.
 
 A version is the trainer's step, or that plus a constant, where the history has versions already; its metadata has the
-step itself. Every rank publishes where the ranks hold shares of the weights, else the first one.
+step itself, but of weights that no step has made. Every rank publishes where the ranks hold shares of the weights, else
+the first one.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class StepPublisher:
             self._offset = None  # the step's own version may be there
         # Whether a version failed is known to the ranks that publish, and `weights` is called on all of them.
         if moved or step != self._tried or self._on_error == "warn":
-            self._publish(self._source(model), step, last=True)
+            self._publish(self._source(model), step, last=True, moved=moved)
         self._settle(step)
 
     def _settle(self, step: int) -> None:
@@ -123,21 +124,23 @@ class StepPublisher:
     def _source(self, model: Any) -> Any:
         return model if self._weights is None else self._weights(model)
 
-    def _publish(self, source: Any, step: int, *, last: bool = False) -> None:
+    def _publish(self, source: Any, step: int, *, last: bool = False, moved: bool = False) -> None:
         weights = held(source)
         if (publisher := self._publisher) is None:
             return
         clock = time.perf_counter()
         before = self._attempt(publisher.flush, step)  # where the version before failed, this one is tried all the same
         like = None if isinstance(source, Mapping) else source
-        report = self._attempt(lambda: self._put(publisher, weights, like, step, last=last), step)
+        report = self._attempt(lambda: self._put(publisher, weights, like, step, last=last, moved=moved), step)
         committed = before if report is None or report.pending else report
         if committed is not None:
             spent = {"pulse/publish_seconds": time.perf_counter() - clock}
             self._scalars = {"pulse/version": committed.version} | scalars(committed) | spent
 
-    def _put(self, publisher: Publisher, weights: Any, like: Any, step: int, *, last: bool) -> PublishReport | None:
-        """Publish a version. last: unless it is there."""
+    def _put(
+        self, publisher: Publisher, weights: Any, like: Any, step: int, *, last: bool, moved: bool
+    ) -> PublishReport | None:
+        """Publish a version. last: unless it is there. moved: not as the step's."""
         if self._offset is None or last:
             newest = publisher.resume()
             if self._offset is None:
@@ -149,7 +152,7 @@ class StepPublisher:
             version=step + self._offset,
             background=self._background,
             assets=self._files,
-            metadata={"step": step},
+            metadata=None if moved else {"step": step},  # a study would count the way to them as a step
             like=like,
         )
 

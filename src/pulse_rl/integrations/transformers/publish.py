@@ -19,7 +19,8 @@ _transformers = require("transformers", "run")
 class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Publishes the model when training begins, after every `every`-th optimizer step, and when training ends.
 
-    With `load_best_model_at_end` the last version is the best model, which the trainer has loaded by then.
+    With `load_best_model_at_end` the last version is the best model, which the trainer has loaded by then; no step is
+    noted of it.
     The version is the trainer's `state.global_step`, which its metadata has as `step`. If the history already has that
     version or a newer one when training begins, as after a resume, versions continue after its newest one: each is then
     its step plus a constant.

@@ -8,7 +8,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,8 @@ class Stored:
     """The versions of a history to study: every one that an anchor, or the patch after another version, gives.
 
     Others are noted and left out, as those after a patch that is missing, up to the next anchor. Where the trainer has
-    noted the step of each version, that is its number; versions of a training that went back to an earlier step, to go
-    on from there, are left out too.
+    noted steps, a version's number is its step; versions without one, as of averaged weights, and those of a training
+    that went back to an earlier step, to go on from there, are left out too.
 
     Anchors are downloaded into files, and what patches change is kept in others. Every object is checked against its
     hash, an anchor against its digest too, and every patch is proved on the version before it.
@@ -100,12 +100,14 @@ class Stored:
                 self.notes.append(f"version {manifest.version} is left out: no patch leads to it from an anchor")
                 continue
             found.append(manifest)
-        steps = [(manifest.metadata or {}).get("step") for manifest in found]
-        numbers = [step for step in steps if type(step) is int]
-        if len(numbers) < len(found):
+        numbers: list[Any] = [(manifest.metadata or {}).get("step") for manifest in found]
+        if not any(type(number) is int for number in numbers):
             numbers = [manifest.version for manifest in found]
         kept: list[int] = []  # the places of the versions that are studied
         for place, number in enumerate(numbers):
+            if type(number) is not int:
+                self.notes.append(f"version {found[place].version} is left out: no step is noted of it, as of others")
+                continue
             while kept and numbers[kept[-1]] >= number:
                 gone = found[kept.pop()].version
                 self.notes.append(f"version {gone} is left out: training went on from step {number} after it")
