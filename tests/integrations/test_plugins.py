@@ -189,6 +189,38 @@ def test_axolotl_s_own_manager_loads_the_plugin(weights: str, tmp_path: Path) ->
         assert (mirrored.folder / "adapter_config.json").is_file()
 
 
+def test_axolotl_s_relora_is_published_merged_alone(tmp_path: Path) -> None:
+    """Its restarts add the adapters to the base: what workers make of these alone is another model."""
+    base = pytest.importorskip("axolotl.integrations.base")
+    relora = pytest.importorskip("axolotl.monkeypatch.relora")
+    manager = base.PluginManager()
+    manager.register("pulse_rl.integrations.axolotl.PulsePlugin")
+    import peft
+    from axolotl.utils.dict import DictDefault
+
+    tied_model()[0].save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    settings = DictDefault(
+        pulse_store=str(tmp_path / "store"),
+        pulse_weights="adapters",
+        relora=True,
+        jagged_restart_steps=2,
+        base_model=str(tmp_path / "base"),
+    )
+
+    def added(trainer: Any) -> list[Any]:
+        trainer.args.relora_prune_ratio = None
+        with pytest.raises(ValueError, match="pulse_weights: expected merged, as relora"):
+            manager.add_callbacks_post_trainer(settings, trainer)
+        settings.pulse_weights = "merged"
+        return [relora.ReLoRACallback(settings), *manager.add_callbacks_post_trainer(settings, trainer)]
+
+    trained(model, tmp_path / "out", added)
+    assert [version for version, _, _ in published(tmp_path / "store")] == list(range(STEPS + 1))
+    assert published(tmp_path / "store")[-1][1] == digest_of(model.merge_and_unload())
+
+
 def test_ms_swift_makes_the_callback_of_the_recipe(tmp_path: Path) -> None:
     pytest.importorskip("modelscope")
     mapping = pytest.importorskip("swift.callbacks")

@@ -25,6 +25,7 @@ class PulseArgs(_pydantic.BaseModel):  # type: ignore[misc, name-defined]
         pulse_store: The URL or path of the store.
         pulse_every: Publish after every N-th optimizer step.
         pulse_weights: What to publish: the "model", or where it has adapters "adapters" alone, or the "merged" weights.
+            With `relora` they are "merged" alone, as it changes the base model too.
         pulse_on_error: As `on_error` of `PublishCallback`.
     """
 
@@ -43,6 +44,8 @@ class PulsePlugin(_base.BasePlugin):  # type: ignore[misc, name-defined]
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[PublishCallback]:
         found = PulseArgs(**{name: cfg[name] for name in PulseArgs.model_fields if cfg.get(name) is not None})
         adapted = found.pulse_weights == "adapters"
+        if adapted and cfg.get("relora"):  # its restarts add the adapters to the base, of which workers have the first
+            raise ValueError("pulse_weights: expected merged, as relora changes the base model too, found adapters")
         callback = PublishCallback(
             found.pulse_store,
             every=found.pulse_every,
