@@ -26,7 +26,7 @@ from pulse_rl.kernels.cpu import rangecoder
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from tests.codecs.fuzz_context import CODEC, Block, Segment, block_of, check, decode, decode_naively, encoded
-from tests.patch.tools import changed, random_tensor, seal, snapshot, take_apart
+from tests.patch.tools import changed, listed, random_tensor, seal, snapshot, take_apart
 
 NAMES = sorted(ITEMSIZES)
 SEEDS = st.integers(0, 2**32)
@@ -210,12 +210,12 @@ def test_tensors_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         parsed = patch_format.unpack(patch)
         assert (len(parsed.blocks), len(list(parsed.spans))) == (blocks, spans)
         assert apply_to_copy(old, patch) == snapshot(new)
-    strides = [s.spec.stride for block in parsed.blocks for s in block.segments]
+    strides = [s.spec.stride for block in parsed.blocks for s in listed(block.segments)]
     assert strides == [131072] + [131073] * 7 + [500] * 4 + [1, 65, 63]  # eighths, halves, whole tensors
     target = {name: np.frombuffer(bytearray(data), np.uint8) for name, data in snapshot(old).items()}
     for block in parsed.blocks:
         flat, elements = [], []
-        for segment in block.segments:
+        for segment in listed(block.segments):
             name, _, shape, _ = parsed.table[segment.tensor]
             at = segment.place.positions(shape)
             flat.append((at.starts[:, None] + np.arange(at.run)).reshape(-1))
@@ -224,7 +224,7 @@ def test_tensors_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         assert block.shared is not None
         streams = b"".join(bytes(parsed.payloads[span.number]) for span in block.spans)
         coded = struct.pack("<I", len(block.shared)) + bytes(block.shared) + streams
-        decoded = decode_naively(Block(coded, [s.spec for s in block.segments], old_bits))
+        decoded = decode_naively(Block(coded, [s.spec for s in listed(block.segments)], old_bits))
         for view, places, (indices, values) in zip(elements, flat, decoded, strict=True):
             view[places[indices]] = values
     assert {name: data.tobytes() for name, data in target.items()} == snapshot(new)

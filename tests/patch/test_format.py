@@ -32,7 +32,7 @@ from pulse_rl.weights import digests
 from tests import ROOT
 from tests import naive as reference
 from tests.codecs.fuzz_context import Block, Decoded, decode, decode_naively
-from tests.patch.tools import changed, frames_of, from_bytes, part_of, random_tensor, snapshot, take_apart
+from tests.patch.tools import changed, frames_of, from_bytes, listed, part_of, random_tensor, snapshot, take_apart
 
 DOCUMENT = ROOT / "docs" / "format.md"
 
@@ -318,7 +318,7 @@ def test_both_context_decoders_read_the_pinned_block(golden: str, reader: Callab
     """What they make of the pinned bytes and the base, scattered, against the target."""
     base, target = (snapshot(weights) for weights in context_states(golden))
     (block,) = patch_format.unpack(pulse.diff(*context_states(golden), codec="context")).blocks
-    specs = [segment.spec for segment in block.segments]
+    specs = [segment.spec for segment in listed(block.segments)]
     arrays = [
         np.frombuffer(bytearray(base[name]), UINTS[ITEMSIZES[spec.dtype]])
         for name, spec in zip(sorted(base), specs, strict=True)

@@ -21,7 +21,7 @@ from pulse_rl.weights import boxes, digests
 from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.pieces import place_view
-from tests.patch.tools import NUMPY_DTYPES, parts_of, random_tensor
+from tests.patch.tools import NUMPY_DTYPES, listed, parts_of, random_tensor
 
 Ranks = list[dict[str, Any]]  # what each rank holds
 MODEL = {
@@ -237,7 +237,7 @@ def part_read(data: bytes, held: Layout) -> patch_format.Patch:
         for span in patch.spans
         if any(
             segment.spec.changed and holds(held[patch.table[segment.tensor].name], segment.place)
-            for segment in span.segments
+            for segment in listed(span.segments)
         )
     ]
     return patch.with_spans({span.number: memoryview(data)[span.start : span.stop] for span in wanted})

@@ -1,4 +1,4 @@
-"""The segments of a patch in order: iteration, slices and what changes, against access one by one."""
+"""The segments of a patch in order: columns, slices and what changes, against a list of them."""
 
 import weakref
 
@@ -18,6 +18,7 @@ from pulse_rl.weights.boxes import Box, Positions, whole
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, pieces_of, place_view
+from tests.patch.tools import listed
 
 TABLE = [
     Entry("empty", "BF16", (0, 3), (Box((0, 0), (0, 3)),)),
@@ -37,11 +38,15 @@ def segments() -> Segments:
 
 
 @given(st.data())
-def test_iteration_gives_what_access_gives(segments: Segments, data: st.DataObject) -> None:
+def test_columns_are_those_of_a_list(segments: Segments, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(segments)))
     part = segments[start : data.draw(st.integers(start, len(segments)))]
-    expected = [part[number] for number in range(len(part))]
-    assert list(part) == expected
+    expected = listed(segments)[part.numbers.start : part.numbers.stop]
+    assert listed(part) == expected
+    rows = [(specs.dtype, *row) for specs in part.specs() for row in zip(*specs[1:], strict=True)]
+    assert rows == [spec for _, _, spec in expected]
+    assert segments.sizes()[part.numbers].tolist() == [spec.size for _, _, spec in expected]
+    assert segments.tensors()[part.numbers].tolist() == [tensor for tensor, _, _ in expected]
     assert list(part.changing()) == [(tensor, place) for tensor, place, spec in expected if spec.changed]
 
 
@@ -94,7 +99,7 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
     assert (windows.runs == cpu.WHOLE).all()
     lies = locate(live, segments.table, segments.groups, HOST)
     lying, usable = lies.old.memory, lies.usable
-    for number, segment in enumerate(segments):
+    for number, segment in enumerate(listed(segments)):
         entry = segments.table[segment.tensor]
         view = place_view(tensors[entry.name], segment.place)
         expected = memory_of([rows_of(tensors[entry.name], segment.place)])
@@ -133,7 +138,7 @@ def test_memory_that_is_not_plain_has_no_spots() -> None:
     segments = Segments(table, groups_of(table))
     spots, windows = spots_of(segments, [0] * len(table), tensors, {"left out"})
     assert not spots.addresses.any()
-    where = [segments.table[tensor].name == "nowhere" for tensor, _, _ in segments]
+    where = [segments.table[tensor].name == "nowhere" for tensor, _, _ in listed(segments)]
     assert [*(windows.rows == 0)] == where
 
 
@@ -155,7 +160,7 @@ def test_parts_of_segments_have_spots_where_they_lie(part: tuple[int, int, int, 
     (piece,) = pieces_of(live["w"][0])
     assert isinstance(piece.bits, HostBits)
     random = np.random.default_rng(seed)
-    for number, (_, place, spec) in enumerate(segments):
+    for number, (_, place, spec) in enumerate(listed(segments)):
         indices = np.flatnonzero(random.random(spec.size) < 0.01).astype(np.uint32)
         values = random.integers(0, 1 << 16, len(indices), np.uint16)
         counts, own, new = cpu.windowed(windows.of(np.array([number])), np.array([len(indices)]), indices, values)

@@ -15,14 +15,36 @@ import zstandard
 from blake3 import blake3
 
 import pulse_rl as pulse
+from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.patch.encode import find
+from pulse_rl.patch.segments import Segments
 from pulse_rl.weights import digests
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import layout
 
 TORCH_DTYPES = [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
 NUMPY_DTYPES = [name for name in DTYPES if "bfloat" not in name and "float8" not in name]
+
+
+class Segment(NamedTuple):
+    """A part of one tensor that is coded on its own, and how many of its elements change."""
+
+    tensor: int  # position in the table
+    place: Box
+    spec: SegmentSpec
+
+
+def listed(segments: Segments) -> list[Segment]:
+    """The segments one by one, which the library has in columns."""
+    found = []
+    for number in segments.numbers:
+        tensor, place = segments.place(number)
+        row = place.sizes[-1] if place.sizes else 1
+        spec = SegmentSpec(segments.table[tensor].dtype, place.size, int(segments.counts[number]), row, 0)
+        found.append(Segment(tensor, place, spec))
+    return found
 
 
 def raw_bytes(tensor: Any) -> bytes:

@@ -7,7 +7,6 @@ that number alone a codec decides whether a segment is dense (all elements are c
 and decoder agree without a flag.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
@@ -102,12 +101,6 @@ class OldReader(NamedTuple):
     def after(self, start: int) -> "OldReader":
         """The same from another segment on."""
         return self._replace(first=self.first + start)
-
-
-def row_spec(dtype: str, sizes: Sequence[int], changed: int) -> SegmentSpec:
-    """The spec of a box of a tensor, of these sizes."""
-    size = math.prod(sizes)
-    return SegmentSpec(dtype, size, changed, sizes[-1] if sizes else 1, 0)
 
 
 def run_spec(dtype: str, shape: Sequence[int], start: int, stop: int, changed: int) -> SegmentSpec:

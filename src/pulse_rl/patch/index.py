@@ -70,7 +70,7 @@ def read_index(stream: memoryview, blocks: int, spans: int, table: Sequence[Entr
     sizes = segments.sizes()
     over = np.flatnonzero(counts > sizes)
     if len(over):
-        name = table[segments[int(over[0])].tensor].name
+        name = table[segments.place(int(over[0]))[0]].name
         raise PatchFormatError(f"tensor {name!r}: {counts[over[0]]} changes in a segment of {sizes[over[0]]} elements")
     segments.counts = counts
     pairs = [(int(a), int(b)) for a, b in numbers[: 2 * blocks + 2 * spans].reshape(-1, 2).tolist()]

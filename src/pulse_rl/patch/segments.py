@@ -10,12 +10,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import SegmentSpec, Specs, joined_specs, row_spec
+from pulse_rl.codecs.base import Specs, joined_specs
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.weights.boxes import Box, Shape, count_at_most, tiles
@@ -25,14 +25,15 @@ MAX_SEGMENTS = 1 << 23  # a model of 10^12 elements has 4.5 million; what is kep
 MAX_PLACES = 1 << 18  # tiles of all groups, which take 0.1 GB: a model has few shapes, and most have 64 tiles or fewer
 KEPT_BOXES = 1 << 15  # of all tensors of a table whose groups are kept for the next patch
 CACHED_PLACES = 1 << 12  # of a group whose tiles are kept for the next patch
-NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # in a name; in a pattern of names, a * in its place
+NUMBER = re.compile(r"(0|[1-9][0-9]{0,17})")  # in a name; in a pattern of names, a * in its place
 
 
 def numbers_of(name: str) -> tuple[str, tuple[int, ...]]:
     """The pattern of a name, and the numbers that it has in place of each *; none of a name that has a * itself."""
     if "*" in name:
         return name, ()
-    return NUMBER.sub("*", name), tuple(map(int, NUMBER.findall(name)))
+    parts = NUMBER.split(name)
+    return "*".join(parts[::2]), tuple(map(int, parts[1::2]))
 
 
 def names_of(pattern: str, numbers: Sequence[tuple[int, ...]]) -> Iterator[str]:
@@ -58,14 +59,6 @@ class Table(Derives, tuple[Entry, ...]):
     """The tensors of a patch, in canonical order. A run's patches share one while their tensors stay the same."""
 
 
-class Segment(NamedTuple):
-    """A part of one tensor that is coded on its own, and how many of its elements change."""
-
-    tensor: int  # position in the table
-    place: Box
-    spec: SegmentSpec
-
-
 class CutGroup(NamedTuple):
     """Tensors that are cut alike, and coded together."""
 
@@ -74,7 +67,7 @@ class CutGroup(NamedTuple):
     quadrants: Sequence[object]  # of each place: blocks end where it changes
     dtype: str  # of the tensors
     sizes: NDArray[np.int64]  # (places,) elements of each
-    strides: NDArray[np.int64]  # (places,) as `SegmentSpec.stride`
+    strides: NDArray[np.int64]  # (places,) as `Specs.strides`
 
     def boundary(self, place: int) -> int:
         """How much of an end comes before a place: 2 between groups and quadrants, 1 between tiles."""
@@ -117,8 +110,8 @@ def _grouped(table: tuple[Entry, ...]) -> tuple[CutGroup, ...]:
                 f"table: expected tensors of at most {MAX_SEGMENTS} tiles, {MAX_PLACES} of them different, found more"
             )
         places, quadrants = (_tiled_and_kept if count <= CACHED_PLACES else _tiled)(shape, boxes)
-        specs = [row_spec(dtype, place.sizes, 0) for place in places]
-        sizes, strides = np.array([(spec.size, spec.stride) for spec in specs], np.int64).reshape(-1, 2).T.copy()
+        columns = [(place.size, place.sizes[-1] if shape else 1) for place in places]
+        sizes, strides = np.array(columns, np.int64).reshape(-1, 2).T.copy()
         found.append(CutGroup(tuple(number for _, number in sorted(members)), places, quadrants, dtype, sizes, strides))
     return tuple(found)
 
@@ -144,8 +137,8 @@ def _columns_of(group: CutGroup) -> NDArray[np.int64]:
     return found.reshape(3, -1)
 
 
-class Segments(Sequence[Segment]):
-    """Consecutive segments of a patch, each made on access.
+class Segments:
+    """Consecutive segments of a patch, in columns: a model may have millions.
 
     Attributes:
         table: The tensors.
@@ -166,36 +159,13 @@ class Segments(Sequence[Segment]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @overload
-    def __getitem__(self, place: int) -> Segment: ...
-    @overload
-    def __getitem__(self, place: slice) -> "Segments": ...
-    def __getitem__(self, place: "int | slice") -> "Segment | Segments":
-        if isinstance(place, slice):
-            if place.step not in (None, 1):
-                raise ValueError(f"expected consecutive segments, found every {place.step}th")
-            part = object.__new__(Segments)
-            part.table, part.groups, part._firsts = self.table, self.groups, self._firsts
-            part.counts, part.numbers = self.counts, self.numbers[place]
-            return part
-        number = self.numbers[place]
-        group, tile, member = self._find(number)
-        tensor, where = group.tensors[member], group.places[tile]
-        return Segment(tensor, where, spec_of(self.table[tensor], where, int(self.counts[number])))
-
-    def __iter__(self) -> Iterator[Segment]:
-        # As by `__getitem__` and twice as fast: the tensors of a group have the same spec but for the changes.
-        start, stop = self.numbers.start, self.numbers.stop
-        counts = iter(self.counts[start:stop].tolist())
-        while start < stop:
-            at = bisect_right(self._firsts, start) - 1
-            group, end = self.groups[at], min(stop, self._firsts[at + 1])
-            tile, member = divmod(start - self._firsts[at], len(group.tensors))
-            place, tensors = group.places[tile], group.tensors[member : member + end - start]
-            dtype, size, _, stride, phase = spec_of(self.table[tensors[0]], place, 0)
-            for tensor, changed in zip(tensors, counts, strict=False):
-                yield Segment(tensor, place, SegmentSpec(dtype, size, changed, stride, phase))
-            start += len(tensors)
+    def __getitem__(self, place: slice) -> "Segments":
+        if place.step not in (None, 1):
+            raise ValueError(f"expected consecutive segments, found every {place.step}th")
+        part = object.__new__(Segments)
+        part.table, part.groups, part._firsts = self.table, self.groups, self._firsts
+        part.counts, part.numbers = self.counts, self.numbers[place]
+        return part
 
     def specs(self) -> list[Specs]:
         """What a decoder knows of these segments, in columns."""
@@ -212,18 +182,15 @@ class Segments(Sequence[Segment]):
 
     def place(self, number: int) -> tuple[int, Box]:
         """The tensor and the place of a segment of the patch."""
-        group, tile, member = self._find(number)
+        at = bisect_right(self._firsts, number) - 1  # the last that starts here: those before it are empty
+        group = self.groups[at]
+        tile, member = divmod(number - self._firsts[at], len(group.tensors))
         return group.tensors[member], group.places[tile]
 
     def changing(self) -> Iterator[tuple[int, Box]]:
         """The tensor and the place of each segment that changes."""
         start = self.numbers.start
         return map(self.place, (start + np.flatnonzero(self.counts[start : self.numbers.stop])).tolist())
-
-    def _find(self, number: int) -> tuple[CutGroup, int, int]:
-        place = bisect_right(self._firsts, number) - 1  # the last that starts here: those before it are empty
-        group = self.groups[place]
-        return group, *divmod(number - self._firsts[place], len(group.tensors))
 
     def sizes(self) -> NDArray[np.int64]:
         """Elements of each segment of the patch."""
@@ -251,8 +218,3 @@ class Segments(Sequence[Segment]):
                 held = self.counts[first : first + len(group.places) * len(group.tensors)]
                 sums[list(group.tensors)] = held.reshape(len(group.places), -1).sum(0, dtype=np.int64)
         return sums
-
-
-def spec_of(entry: Entry, place: Box, changed: int) -> SegmentSpec:
-    """What a decoder knows of a segment."""
-    return row_spec(entry.dtype, place.sizes, changed)
