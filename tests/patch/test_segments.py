@@ -32,9 +32,8 @@ TABLE = [
 
 @pytest.fixture(scope="module")
 def segments() -> Segments:
-    groups = groups_of(TABLE)
-    counts = np.random.default_rng(0).integers(0, 3, len(Segments(TABLE, groups)), np.uint32)
-    return Segments(TABLE, groups, counts)
+    counts = np.random.default_rng(0).integers(0, 3, len(Segments(TABLE)), np.uint32)
+    return Segments(TABLE, counts)
 
 
 @given(st.data())
@@ -72,8 +71,7 @@ def test_a_pattern_and_its_numbers_give_the_name(name: str) -> None:
 
 def whole_segments(tensors: dict[str, Bits]) -> Segments:
     table = [Entry(name, bits.dtype, tuple(bits.shape), (whole(bits.shape),)) for name, bits in tensors.items()]
-    groups = groups_of(table)
-    return Segments(table, groups, np.ones(len(Segments(table, groups)), np.uint32))
+    return Segments(table, np.ones(len(Segments(table)), np.uint32))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.int64])
@@ -97,7 +95,7 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
     live = {name: [bits] for name, bits in tensors.items()}
     spots, windows = spots_of(segments, range(len(tensors)), live, ())
     assert (windows.runs == cpu.WHOLE).all()
-    lies = locate(live, segments.table, segments.groups, HOST)
+    lies = locate(live, segments.table, HOST)
     lying, usable = lies.old.memory, lies.usable
     for number, segment in enumerate(listed(segments)):
         entry = segments.table[segment.tensor]
@@ -135,7 +133,7 @@ def test_memory_that_is_not_plain_has_no_spots() -> None:
         "nowhere": [],
     }
     table = [Entry(name, "I16", (512, 512), (whole((512, 512)),)) for name in tensors]
-    segments = Segments(table, groups_of(table))
+    segments = Segments(table)
     spots, windows = spots_of(segments, [0] * len(table), tensors, {"left out"})
     assert not spots.addresses.any()
     where = [segments.table[tensor].name == "nowhere" for tensor, _, _ in listed(segments)]
@@ -155,7 +153,7 @@ def test_parts_of_segments_have_spots_where_they_lie(part: tuple[int, int, int, 
         "w": [Pieces("I16", 2, shape, [Piece(box, as_bits(np.zeros(box.sizes, np.int16)), -1)])]
     }
     table = [Entry("w", "I16", shape, (whole(shape),))]
-    segments = Segments(table, groups_of(table))
+    segments = Segments(table)
     spots, windows = spots_of(segments, [7], live, ())
     (piece,) = pieces_of(live["w"][0])
     assert isinstance(piece.bits, HostBits)

@@ -228,10 +228,9 @@ class Application:
                         counts[work.numbers[at : at + len(found.counts)]] = found.counts
                         recorder.add([], found.counts[:0], found.changes)
                         at += len(found.counts)
-                for one in sections_of(part.segments):
-                    last = one.first + len(one.section.names) * len(one.section.places)
+                for one in sections_of(part.table):
                     nothing = Changes(np.empty(0, np.uint32), np.empty(0, UINTS[one.itemsize]))
-                    recorder.add([one.section], counts[one.first : last], nothing)
+                    recorder.add([one.section], counts[one.numbers], nothing)
             return Overlay(recorder.columns())
 
     def changes(self) -> Iterator[tuple[str, Box, Changes]]:

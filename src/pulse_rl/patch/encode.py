@@ -28,7 +28,7 @@ from pulse_rl.patch.index import CodedBlock
 from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Recorder, sections_of
 from pulse_rl.patch.scan import Scan, rows_of
-from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
+from pulse_rl.patch.segments import CutGroup, Entry
 from pulse_rl.patch.since import Since
 from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import Located, device_of, locate
@@ -154,7 +154,6 @@ def find(
     held = _Held(hold_nbytes)
     codings = [_Coding(codec) for codec in codecs]
     table = derived(new, entries_of)
-    groups = groups_of(table)
     since = scan if isinstance(scan, Since) else None
     scan = scan or Scan(old, new, table, digest_old)
     counts: list[NDArray[np.int64]] = []
@@ -164,8 +163,8 @@ def find(
     lying = None  # where the old bits are, for codecs that read them
     if since is None and any(codec.conditional for codec in codecs):
         alone = derived(old, each_alone)
-        lying = derived(alone, locate, table, groups, derived(alone, device_of))
-    for one in sections_of(Segments(table, groups)):
+        lying = derived(alone, locate, table, derived(alone, device_of))
+    for one in sections_of(table):
         group, first, section, entries = one
         sections = [section]
         segments = _Segments(group, entries, old, lying, first, since)

@@ -269,7 +269,7 @@ def _unpack(view: memoryview, source: str | None, nbytes: int | None) -> Patch:
     table, tied = read_table(table_stream)
     if tied and header.parts == 1 and (unknown := set(tied.values()) - {entry.name for entry in table}):
         raise PatchFormatError(f"table: tensors are tied to {sorted(unknown)[:8]}, which it does not have")
-    segments = Segments(table, groups_of(table))
+    segments = Segments(table)
     index = read_index(index_stream, header.blocks, header.spans, table, segments)
     end = len(view) if nbytes is None else nbytes
     spans = list(_cut_spans(index, segments, start, end))

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.kernels import cpu
-from pulse_rl.patch.segments import CutGroup, Entry, Segments
-from pulse_rl.patch.targets import device_for, spots_of
-from pulse_rl.weights import digests
+from pulse_rl.patch.live import each_alone
+from pulse_rl.patch.overlay import PatchSection
+from pulse_rl.patch.segments import Entry
+from pulse_rl.patch.targets import device_for, locate
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes, Found
 from pulse_rl.weights.devices import Cuda, Device
@@ -25,8 +26,8 @@ SPARSE = 64  # elements for each change that a first call has room for
 
 
 def differing(
-    group: CutGroup,
-    entries: Sequence[Entry],
+    one: PatchSection,
+    table: Sequence[Entry],
     old: Mapping[str, Bits],
     new: Mapping[str, Bits],
     held_nbytes: int,
@@ -35,19 +36,18 @@ def differing(
 ) -> Iterator[Found] | None:
     """The changes of all segments of a group, in order; None unless all of it lies on one device, as rows.
 
-    entries: the group's tensors. held_nbytes: how much memory the changes of a call should take.
+    table: of all tensors. held_nbytes: how much memory the changes of a call should take.
     """
     if not derived(new, _has_any):
         return None
-    device = derived(new, _device_of, entries)
+    device = derived(new, _device_of, one.entries)
     if not isinstance(device, Cuda):
         return None
-    before, after = (derived(state, _rows_on, entries, group, device) for state in (old, new))
+    before, after = (derived(state, _rows_on, table, one, device) for state in (old, new))
     if before is None or after is None:
         return None
-    itemsize = new[entries[0].name].itemsize
-    cast = after.itemsize != itemsize
-    return _search(device, before.spots, after.spots, after.sizes, itemsize, cast, held_nbytes, digest_old)
+    cast, sizes = after.itemsize != one.itemsize, np.repeat(one.group.sizes, len(one.entries))
+    return _search(device, before.spots, after.spots, sizes, one.itemsize, cast, held_nbytes, digest_old)
 
 
 def _has_any(tensors: Mapping[str, Bits]) -> bool:
@@ -68,25 +68,24 @@ class _Rows(NamedTuple):
     """Where the segments of a group lie, each as rows on one device."""
 
     spots: cpu.Spots
-    sizes: NDArray[np.int64]  # in elements
     itemsize: int  # bytes of an element in memory
 
 
-def _rows_on(tensors: Mapping[str, Bits], entries: Sequence[Entry], group: CutGroup, device: Device) -> _Rows | None:
+def _rows_on(tensors: Mapping[str, Bits], table: Sequence[Entry], one: PatchSection, device: Device) -> _Rows | None:
     """None unless all of a group lies on this device, in elements of one width."""
     stored = {
         bits.stored_itemsize
-        for entry in entries
+        for entry in one.entries
         for _, bits, _ in pieces_of(tensors[entry.name])
         if isinstance(bits, HostBits | TorchBits)
     }
-    segments = Segments(entries, [group._replace(tensors=tuple(range(len(entries))))])
-    seeds = [digests.seed(entry.name, entry.dtype, entry.shape) for entry in entries]
-    live = {entry.name: [tensors[entry.name]] for entry in entries}
-    spots, windows = spots_of(segments, seeds, live, (), device)
-    if len(stored) != 1 or not (spots.addresses > 0).all() or (windows.runs != cpu.WHOLE).any():
+    if len(stored) != 1:
         return None
-    return _Rows(spots, segments.sizes(), *stored)
+    spots, windows, *_ = derived(derived(tensors, each_alone), locate, table, device)
+    spots = spots.of(one.numbers)
+    if not (spots.addresses > 0).all() or (windows.runs[one.numbers] != cpu.WHOLE).any():
+        return None
+    return _Rows(spots, *stored)
 
 
 def _search(

@@ -72,14 +72,14 @@ class PatchSection(NamedTuple):
         return slice(self.first, self.first + len(self.section.names) * len(self.section.places))
 
 
-def sections_of(segments: Segments) -> list[PatchSection]:
+def sections_of(table: Sequence[Entry]) -> list[PatchSection]:
     """The groups of a patch that have segments."""
-    return derived(segments.table, _sections, segments.groups)
+    return derived(table, _sections)
 
 
-def _sections(table: Sequence[Entry], groups: Sequence[CutGroup]) -> list[PatchSection]:
+def _sections(table: Sequence[Entry]) -> list[PatchSection]:
     found = []
-    for first, group in Segments(table, groups).each_group():
+    for first, group in Segments(table).each_group():
         entries = [table[at] for at in group.tensors]
         found.append(PatchSection(group, first, Section(tuple([one.name for one in entries]), group.places), entries))
     return found
@@ -251,13 +251,13 @@ class Overlay:
             left, counts, at = iter(sections), np.diff(edges), 0
             for segments, columns in zip(several, found, strict=True):
                 begun, own = edges[at], np.zeros(len(segments.counts), np.int64)
-                for one in sections_of(segments):
+                for one in sections_of(segments.table):
                     if one.itemsize == width:
                         if next(left, None) != one.section:
                             return None
-                        size = len(one.section.names) * len(one.section.places)
-                        own[one.first : one.first + size] = counts[at : at + size]
-                        at += size
+                        mine = own[one.numbers]
+                        mine[:] = counts[at : at + len(mine)]
+                        at += len(mine)
                 columns[width] = np.append(begun, begun + np.cumsum(own)), indices, values
             if next(left, None) is not None:
                 return None

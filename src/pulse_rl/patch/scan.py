@@ -68,7 +68,7 @@ class Scan:
             return
         expected = elements * self.nbytes // max(1, self.elements)
         self.elements += elements
-        several = differing(group, entries, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
+        several = differing(one, self.table, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
         if several is None:
             found = self._in_runs(group, entries) if expected <= HELD_NBYTES else None
             several = self._in_tiles(group, entries) if found is None else iter([found])

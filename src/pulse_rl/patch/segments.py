@@ -119,12 +119,9 @@ def _grouped(table: tuple[Entry, ...]) -> tuple[CutGroup, ...]:
 _grouped_and_kept = lru_cache(maxsize=16)(_grouped)  # the tables of a run's patches are equal, part by part
 
 
-def _columns(
-    table: Sequence[Entry], groups: Sequence[CutGroup]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _columns(table: Sequence[Entry]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Of each segment: its elements, its tensor, and the memory of one decoded change."""
-    del table
-    found = np.concatenate([np.empty((3, 0), np.int64), *map(_columns_of, groups)], axis=1)
+    found = np.concatenate([np.empty((3, 0), np.int64), *map(_columns_of, groups_of(table))], axis=1)
     found.flags.writeable = False
     sizes, tensors, nbytes = found
     return sizes, tensors, nbytes
@@ -147,11 +144,9 @@ class Segments:
         counts: The changes of each segment of the patch.
     """
 
-    def __init__(
-        self, table: Sequence[Entry], groups: Sequence[CutGroup], counts: NDArray[np.uint32] | None = None
-    ) -> None:
-        self.table, self.groups = table, groups
-        sizes = [len(group.tensors) * len(group.places) for group in groups]
+    def __init__(self, table: Sequence[Entry], counts: NDArray[np.uint32] | None = None) -> None:
+        self.table, self.groups = table, groups_of(table)
+        sizes = [len(group.tensors) * len(group.places) for group in self.groups]
         self._firsts = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]  # of each group, then of all
         self.counts = counts if counts is not None else np.zeros(self._firsts[-1], np.uint32)  # changes of each
         self.numbers = range(self._firsts[-1])
@@ -194,15 +189,15 @@ class Segments:
 
     def sizes(self) -> NDArray[np.int64]:
         """Elements of each segment of the patch."""
-        return derived(self.table, _columns, self.groups)[0]
+        return derived(self.table, _columns)[0]
 
     def tensors(self) -> NDArray[np.int64]:
         """The tensor of each segment of the patch."""
-        return derived(self.table, _columns, self.groups)[1]
+        return derived(self.table, _columns)[1]
 
     def change_nbytes(self) -> NDArray[np.int64]:
         """Memory of one decoded change of each segment of the patch, bytes: an index and a value."""
-        return derived(self.table, _columns, self.groups)[2]
+        return derived(self.table, _columns)[2]
 
     def each_group(self) -> Iterator[tuple[int, CutGroup]]:
         """The groups that have segments, each with the number of its first one."""

@@ -20,7 +20,7 @@ from pulse_rl.parallel import ordered_map, sliced
 from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Laid, Overlay, PatchSection
 from pulse_rl.patch.scan import Scan
-from pulse_rl.patch.segments import CutGroup, Segments, groups_of
+from pulse_rl.patch.segments import CutGroup, Segments
 from pulse_rl.patch.table import entries_of
 from pulse_rl.patch.targets import device_of, locate
 from pulse_rl.weights.bits import Bits
@@ -42,7 +42,7 @@ class Since:
     def of(cls, overlay: Overlay, newest: Layout) -> "Since | None":
         """overlay: what the older version held, over the newest. None where only a `Scan` can find what changed."""
         table, lying = derived(newest, entries_of), _lying(newest)
-        laid = overlay.on([Segments(table, groups_of(table))]) if lying is not None else None
+        laid = overlay.on([Segments(table)]) if lying is not None else None
         return None if laid is None or lying is None else cls(laid[0], lying)
 
     def older(self, group: CutGroup, first: int, read: Read) -> OldReader:
@@ -97,7 +97,7 @@ def _lying(tensors: Layout) -> _Lying | None:
     """Where the segments of a patch of these tensors lie; None unless all of them are plain memory of one device."""
     table, live = derived(tensors, entries_of), derived(tensors, each_alone)
     device = derived(live, device_of)
-    spots, windows = derived(live, locate, table, groups_of(table), device)[:2]
+    spots, windows = derived(live, locate, table, device)[:2]
     plain = bool(((spots.addresses > 0) & (windows.runs == cpu.WHOLE)).all())
     return _Lying(spots._replace(times=np.ones_like(spots.times)), device) if plain else None
 

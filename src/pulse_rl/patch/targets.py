@@ -18,7 +18,7 @@ from pulse_rl.codecs.base import OldBits
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch.live import Copies, plain_pieces, shared_memory
-from pulse_rl.patch.segments import CACHED_PLACES, CutGroup, Entry, Segments
+from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.box_sets import BoxSet
@@ -151,9 +151,9 @@ class Located(NamedTuple):
         return bool((lies | ~changing[some]).all())
 
 
-def locate(live: Mapping[str, Copies], table: Sequence[Entry], groups: Sequence[CutGroup], device: Device) -> Located:
-    """Where the segments of a table lie that is cut into these groups, on a device."""
-    segments = Segments(table, groups)
+def locate(live: Mapping[str, Copies], table: Sequence[Entry], device: Device) -> Located:
+    """Where the segments of a table lie on a device."""
+    segments = Segments(table)
     shared = {name for pair in derived(live, shared_memory) for name in pair}
     spots, windows = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)
     itemsizes = segments.change_nbytes() - 4

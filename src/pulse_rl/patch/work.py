@@ -216,7 +216,7 @@ def plan(
         keep_all = bool(part.codec.conditional and (shared or overlapping))
         counts, sizes, owners = part.segments.counts, part.segments.sizes(), part.segments.tensors()
         nbytes = counts * part.segments.change_nbytes()
-        lying = derived(live, locate, part.table, part.segments.groups, device)
+        lying = derived(live, locate, part.table, device)
         changing = counts > 0
         # Where the old bits are: in live memory, but for what is laid over it.
         here = before is None or (laid is not None and lying.known(changing))
@@ -273,7 +273,7 @@ def held_of(
         return None
     found: list[tuple[Lying, NDArray[np.int64]]] = []
     for part, laid in zip(parts, several, strict=True):
-        lying = derived(live, locate, part.table, part.segments.groups, device)
+        lying = derived(live, locate, part.table, device)
         whole = (lying.windows.runs == cpu.WHOLE) & (lying.spots.addresses > 0)
         for width, (edges, *_) in laid.columns.items():
             numbers = np.flatnonzero((edges[1:] > edges[:-1]) & (lying.windows.rows > 0))
