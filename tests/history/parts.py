@@ -46,7 +46,7 @@ def cut_layout(weights: Layout, rank: int, cut: Cut) -> Layout:
     for name, bits in weights.items():
         box = cut(name, bits.shape)[rank]
         pieces = [Piece(box, bits.view(box.slices(whole(bits.shape))))] if box is not None and box.size else []
-        held[name] = Pieces(bits.dtype, bits.itemsize, tuple(bits.shape), pieces)
+        held[name] = Pieces(bits.dtype, tuple(bits.shape), pieces)
     return Layout(held, weights.tied)
 
 

@@ -150,7 +150,7 @@ def test_parts_of_segments_have_spots_where_they_lie(part: tuple[int, int, int, 
     shape, (top, height, left, width) = (512, 512), part
     box = Box((top, left), (min(height, 512 - top), min(width, 512 - left)))
     live: dict[str, list[Bits]] = {
-        "w": [Pieces("I16", 2, shape, [Piece(box, as_bits(np.zeros(box.sizes, np.int16)), -1)])]
+        "w": [Pieces("I16", shape, [Piece(box, as_bits(np.zeros(box.sizes, np.int16)), -1)])]
     }
     table = [Entry("w", "I16", shape, (whole(shape),))]
     segments = Segments(table)

@@ -32,7 +32,7 @@ from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.boxes import whole as whole_box
 from pulse_rl.weights.layout import Layout, TensorSpec
-from pulse_rl.weights.pieces import pieces_like, pieces_of
+from pulse_rl.weights.pieces import Pieces, pieces_of
 
 FRONT_NBYTES = 64 << 10  # read of each file first: the length of its header, and of most models all of it
 SHORT_NBYTES = 64 << 10  # rows that are shorter are read together with what lies between them
@@ -150,7 +150,7 @@ def _with_bits(wanted: Layout, bits: Callable[[str, Box], Bits]) -> Layout:
     found: dict[str, Bits] = {}
     for name, tensor in wanted.items():
         pieces = [p._replace(bits=bits(name, p.box)) for p in pieces_of(tensor)] if tensor.size else []
-        found[name] = pieces_like(tensor, pieces)
+        found[name] = Pieces(tensor.dtype, tensor.shape, pieces)
     return Layout(found)
 
 

@@ -9,19 +9,14 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, Shape, whole
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.pieces import Pieces, within
+from pulse_rl.weights.pieces import with_bits, within
 
 
 def laid_over(tensor: Bits, changes: Mapping[Box, Changes]) -> Bits:
     """A tensor with other bits laid over some of its elements, to be read only. changes: by part of the tensor."""
     if not changes:
         return tensor
-    if isinstance(tensor, Pieces):
-        pieces = [
-            piece._replace(bits=LaidOver(piece.bits, tensor.shape, piece.box, changes)) for piece in tensor.pieces
-        ]
-        return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, pieces)
-    return LaidOver(tensor, tensor.shape, whole(tensor.shape), changes)
+    return with_bits(tensor, lambda piece: LaidOver(piece.bits, tensor.shape, piece.box, changes))
 
 
 class LaidOver:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from blake3 import blake3
 from msgspec.structs import replace
 
-from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.sync.share_plan import MAX_NBYTES, PRINT_NBYTES, SharePlan, describe, described, fingerprint_of, make_plan
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import joined
 from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import Layout, TensorSpec, names_of, renamed
-from pulse_rl.weights.pieces import Mosaic, Piece, Pieces, pieces_like, pieces_of, touching
+from pulse_rl.weights.pieces import Mosaic, Piece, Pieces, pieces_of, touching
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Share:
             here = [(found.pop(name), copies) for name, copies in tensors if name in found]
             if here:
                 pieces = [one._replace(times=copies * one.times) for bits, copies in here for one in pieces_of(bits)]
-                found[owner] = pieces_like(here[0][0], pieces)
+                found[owner] = Pieces(here[0][0].dtype, here[0][0].shape, pieces)
         return Layout(sorted(found.items()), held.tied)
 
     def without(self, copies: Mapping[str, str]) -> "Share":
@@ -172,8 +171,8 @@ def bits_of_pieces(tensor: Bits, pieces: list[Piece]) -> Bits:
     """A tensor like another one, of these pieces; a piece that is all of it stands for it."""
     if len(pieces) == 1 and pieces[0].times == 1 and pieces[0].box == whole(tensor.shape):
         return pieces[0].bits
-    return pieces_like(tensor, pieces)
+    return Pieces(tensor.dtype, tensor.shape, pieces)
 
 
 def _nothing(spec: TensorSpec) -> Bits:
-    return Pieces(spec.dtype, ITEMSIZES[spec.dtype], tuple(spec.shape), [])
+    return Pieces(spec.dtype, spec.shape, [])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray
+from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.weights.bits import Bits, as_bits
 from pulse_rl.weights.boxes import Shape
 
@@ -25,8 +25,7 @@ class Computed:
 
     def bits(self, cast: str | None = None) -> Bits:
         """The tensor as Bits. cast: as for `as_bits`."""
-        like = as_bits(self._like, cast)
-        return _ComputedBits(self, like.dtype, like.itemsize, cast, tuple(slice(0, n) for n in self.shape))
+        return _ComputedBits(self, as_bits(self._like, cast).dtype, cast, tuple(slice(0, n) for n in self.shape))
 
     def now(self, cast: str | None, slices: tuple[slice, ...]) -> Bits:
         """A part of the tensor, computed now. Raises TypeError if it is not what was promised."""
@@ -42,11 +41,9 @@ class Computed:
 class _ComputedBits:
     contiguous = writable = False
 
-    def __init__(
-        self, tensor: Computed, dtype: str, itemsize: int, cast: str | None, slices: tuple[slice, ...]
-    ) -> None:
+    def __init__(self, tensor: Computed, dtype: str, cast: str | None, slices: tuple[slice, ...]) -> None:
         self._tensor, self._cast, self._slices = tensor, cast, slices
-        self.dtype, self.itemsize = dtype, itemsize
+        self.dtype, self.itemsize = dtype, ITEMSIZES[dtype]
         self.shape: tuple[int, ...] = tuple(along.stop - along.start for along in slices)
         self.size = int(np.prod(self.shape, dtype=np.int64))
 
@@ -67,7 +64,7 @@ class _ComputedBits:
         for outer, part in zip(self._slices, slices, strict=True):
             start, stop, _ = part.indices(outer.stop - outer.start)
             parts.append(slice(outer.start + start, outer.start + max(start, stop)))
-        return _ComputedBits(self._tensor, self.dtype, self.itemsize, self._cast, tuple(parts))
+        return _ComputedBits(self._tensor, self.dtype, self._cast, tuple(parts))
 
     @property
     def storage(self) -> object:

@@ -51,7 +51,7 @@ def pieces(tensor: Any, cast: str | None = None) -> Pieces:
     # torch counts the writes to a DTensor itself, not those to its local tensor.
     parts = [piece._replace(bits=counted(piece.bits, tensor)) for piece in found.pieces]
     # FSDP2 pads what it allocates, so that a rank without elements has memory too.
-    return Pieces(found.dtype, found.itemsize, shape, parts, local.untyped_storage().data_ptr() or None)
+    return Pieces(found.dtype, shape, parts, local.untyped_storage().data_ptr() or None)
 
 
 def local_tensor(tensor: Any) -> Any:

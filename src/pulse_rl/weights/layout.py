@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Set
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from pulse_rl.weights.casts import PLAIN
 from pulse_rl.weights.computed import Computed
 from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.names import named_state, wrapper_prefix
-from pulse_rl.weights.pieces import Pieces, Shard, join, pieces_of
+from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, pieces_of, with_bits
 from pulse_rl.weights.segments import segments
 
 T = TypeVar("T")
@@ -117,7 +117,10 @@ class Layout(Derives, dict[str, Bits]):
         pinned: instead of to a device, each is copied to pinned host memory that this device's kernels read.
         """
         near = device_like if device_like is not None else Layout()
-        copies = {name: _clone(bits, device_at(near.get(name)), pinned=pinned) for name, bits in self.items()}
+        copies = {
+            name: with_bits(tensor, partial(_clone, device=device_at(near.get(name)), pinned=pinned))
+            for name, tensor in self.items()
+        }
         found = Layout(copies, self.tied)
         for device in found.devices:
             device.wait()
@@ -177,10 +180,8 @@ def device_at(tensor: Bits | None) -> Cuda | None:
     return None
 
 
-def _clone(tensor: Bits, device: Cuda | None, *, pinned: bool) -> Bits:
-    if isinstance(tensor, Pieces):
-        copies = [piece._replace(bits=_clone(piece.bits, device, pinned=pinned)) for piece in tensor.pieces]
-        return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, copies)
+def _clone(piece: Piece, device: Cuda | None, *, pinned: bool) -> Bits:
+    tensor = piece.bits
     if device is not None and isinstance(tensor, TorchBits) and tensor.device is device:
         copy = TorchBits.new(tensor.dtype, tensor.shape, device, pinned=pinned)
         copy.copy_from(tensor)

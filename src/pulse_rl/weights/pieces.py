@@ -6,14 +6,14 @@ memory that holds it. `place_view` gives the part of either that a patch codes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UINTS, UIntArray
+from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.box_sets import BoxSet, cut_apart
@@ -117,15 +117,15 @@ class Pieces:
     memory: what is equal for tied tensors alone, where this process holds nothing of them; None if nothing tells.
     """
 
-    def __init__(self, dtype: str, itemsize: int, shape: Shape, pieces: Sequence[Piece], memory: object = None) -> None:
-        self.dtype, self.itemsize, self.shape = dtype, itemsize, shape
+    def __init__(self, dtype: str, shape: Shape, pieces: Sequence[Piece], memory: object = None) -> None:
+        self.dtype, self.itemsize, self.shape = dtype, ITEMSIZES[dtype], shape
         self.size = whole(shape).size
         self._memory = object() if memory is None and not pieces else memory  # equal to nothing else
         self.pieces = tuple(sorted(pieces, key=lambda piece: (piece.box, -piece.times)))
 
     def of(self, pieces: Sequence[Piece]) -> Pieces:
         """The same tensor in other pieces."""
-        return Pieces(self.dtype, self.itemsize, self.shape, pieces, self._memory)
+        return Pieces(self.dtype, self.shape, pieces, self._memory)
 
     def read(self, start: int, stop: int) -> UIntArray:
         views = [place_view(self, box) for box in FlatRun(start, stop).boxes(self.shape)]
@@ -213,9 +213,11 @@ def pieces_of(tensor: Bits) -> tuple[Piece, ...]:
     return tensor.pieces if isinstance(tensor, Pieces) else (Piece(whole(tensor.shape), tensor),)
 
 
-def pieces_like(tensor: Bits, pieces: Sequence[Piece]) -> Pieces:
-    """A tensor of the same dtype and shape, of these pieces."""
-    return Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+def with_bits(tensor: Bits, bits: Callable[[Piece], Bits]) -> Bits:
+    """The same tensor in the same pieces, each with other bits."""
+    if not isinstance(tensor, Pieces):
+        return bits(*pieces_of(tensor))
+    return tensor.of([piece._replace(bits=bits(piece)) for piece in tensor.pieces])
 
 
 def touching(tensor: Bits, box: Box) -> Sequence[Piece]:
@@ -229,21 +231,21 @@ def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
     parts: at least one Shard, all of one shape. cast: as for `as_bits`. Raises TypeError or ValueError.
     """
     pieces: list[Piece] = []
-    kinds: dict[tuple[str, int, Shape], None] = {}
+    kinds: dict[tuple[str, Shape], None] = {}
     for shard in parts:
         if not isinstance(shard, Shard):
             raise TypeError(
                 f"expected a tensor, an array or a list of pulse.Shard, found {type(shard).__name__} in a list"
             )
         bits = as_bits(shard.tensor, cast)  # of an empty shard too: its dtype counts
-        kinds[(bits.dtype, bits.itemsize, shard.shape)] = None
+        kinds[(bits.dtype, shard.shape)] = None
         for box, view in shard.boxes():
             pieces.append(Piece(box, bits if view is shard.tensor else counted(as_bits(view, cast), shard.tensor)))
     if len(kinds) != 1:
-        found = ", ".join(f"{dtype} of {list(shape)}" for dtype, _, shape in kinds) or "none"
+        found = ", ".join(f"{dtype} of {list(shape)}" for dtype, shape in kinds) or "none"
         raise ValueError(f"expected shards of one tensor, found {found}")
-    ((dtype, itemsize, shape),) = kinds
-    return Pieces(dtype, itemsize, shape, pieces)
+    ((dtype, shape),) = kinds
+    return Pieces(dtype, shape, pieces)
 
 
 def counted(bits: Bits, tensor: Any) -> Bits:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.disk import temporary_directory
-from pulse_rl.dtypes import UINTS
+from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box, Shape
 from pulse_rl.weights.layout import as_tensor
@@ -29,18 +29,17 @@ class _Kept(NamedTuple):
     """Where a tensor lies in the file."""
 
     dtype: str
-    itemsize: int
     shape: Shape
     whole: bool
     places: list[tuple[Box, int, int]]  # of each piece: its box, how often the digest counts it, its first byte
 
     def bits(self, memory: NDArray[np.uint8]) -> Bits:
-        kind = UINTS[self.itemsize]
+        kind = UINTS[ITEMSIZES[self.dtype]]
         pieces = [
             Piece(box, HostBits(self.dtype, np.ndarray(box.sizes, kind, memory, begins)), times)
             for box, times, begins in self.places
         ]
-        return pieces[0].bits if self.whole else Pieces(self.dtype, self.itemsize, self.shape, pieces)
+        return pieces[0].bits if self.whole else Pieces(self.dtype, self.shape, pieces)
 
 
 def _write(file: BinaryIO, bits: Bits) -> _Kept:
@@ -51,7 +50,7 @@ def _write(file: BinaryIO, bits: Bits) -> _Kept:
         for start, stop in segments(piece.bits.size):
             file.write(np.ascontiguousarray(piece.bits.read(start, stop)).data)
         places.append((piece.box, piece.times, begins))
-    return _Kept(bits.dtype, bits.itemsize, bits.shape, not isinstance(bits, Pieces), places)
+    return _Kept(bits.dtype, bits.shape, not isinstance(bits, Pieces), places)
 
 
 def _read(stream: Iterator[Any], cast: str | None, path: Path, read: dict[str, _Kept]) -> None:

@@ -7,6 +7,7 @@ so that nothing is written to its weights before all of it is there and proved; 
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from pulse_rl.sync.share_plan import SharePlan
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box, tiles
 from pulse_rl.weights.layout import Layout
-from pulse_rl.weights.pieces import Pieces, pieces_of, place_view
+from pulse_rl.weights.pieces import Piece, pieces_of, place_view, with_bits
 
 
 def tiles_of(plan: SharePlan, owner: int) -> Iterator[tuple[str, Box]]:
@@ -92,21 +93,18 @@ def spool(live: Mapping[str, Copies]) -> Layout:
     Raises OSError where there is none.
     """
     sizes = [piece.box.size * copies[0].itemsize for copies in live.values() for piece in pieces_of(copies[0])]
-    nbytes = sum(n + -n % 8 for n in sizes)
+    padded = [n + -n % 8 for n in sizes]
+    nbytes = sum(padded)
     with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
         os.ftruncate(file.fileno(), nbytes)
         if nbytes and hasattr(os, "posix_fallocate"):  # not on macOS
             # A full disk that is found by a write to mapped memory would end the process.
             os.posix_fallocate(file.fileno(), 0, nbytes)
         memory = np.frombuffer(map_open_file(file, writable=True), np.uint8)
-    at = 0
-    found: dict[str, Bits] = {}
-    for name, copies in live.items():
-        tensor, pieces = copies[0], []
-        for piece in pieces_of(tensor):
-            array = np.ndarray(piece.box.sizes, UINTS[tensor.itemsize], memory, at)
-            pieces.append(piece._replace(bits=HostBits(tensor.dtype, array)))
-            at += array.nbytes + -array.nbytes % 8
-        whole = not isinstance(tensor, Pieces)
-        found[name] = pieces[0].bits if whole else Pieces(tensor.dtype, tensor.itemsize, tensor.shape, pieces)
-    return Layout(found)
+    begins = accumulate(padded, initial=0)
+
+    def room(piece: Piece) -> Bits:
+        dtype = piece.bits.dtype
+        return HostBits(dtype, np.ndarray(piece.box.sizes, UINTS[ITEMSIZES[dtype]], memory, next(begins)))
+
+    return Layout((name, with_bits(copies[0], room)) for name, copies in live.items())

@@ -30,7 +30,7 @@ from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole
 from pulse_rl.weights.layout import HasLayout, Layout
 from pulse_rl.weights.memory import LiveWeights
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_like, pieces_of
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
 
 ROUND_NBYTES = 32 << 20  # of strips that one rank receives at a time
 MAX_NBYTES = 64 << 20  # of what one rank says that it needs, as JSON
@@ -122,7 +122,7 @@ class HeldWeights:
             for piece in pieces_of(tensor):
                 times = pieces[piece.box].times if piece.box in pieces else 0
                 pieces[piece.box] = piece._replace(times=times + piece.times)
-            found[name] = pieces_like(tensor, list(pieces.values()))
+            found[name] = Pieces(tensor.dtype, tensor.shape, list(pieces.values()))
         return Layout(found)
 
     def add(self, more: Halo) -> None:
@@ -147,7 +147,8 @@ def with_pieces(weights: Layout, more: Mapping[str, Iterable[Piece]]) -> Layout:
         return weights
     found: dict[str, Bits] = dict(weights)
     for name, pieces in more.items():
-        found[name] = pieces_like(found[name], [*pieces_of(found[name]), *pieces])
+        tensor = found[name]
+        found[name] = Pieces(tensor.dtype, tensor.shape, [*pieces_of(tensor), *pieces])
     return Layout(found, weights.tied)
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.kernels.cpu import quantising
 from pulse_rl.kernels.cpu.quantising import PLACE, RESCALED, STALE, UNTOUCHED
 from pulse_rl.parallel import ordered_map
@@ -203,7 +202,7 @@ class Quantised(Mapping[str, Bits]):
                 found[key].append(Piece(box, HostBits(dtype, each.reshape(box.sizes)), piece.times))
         if not isinstance(bits, Pieces):
             return {key: pieces[0].bits for key, pieces in found.items()}
-        return {key: Pieces(dtype, ITEMSIZES[dtype], shape, found[key]) for key, (dtype, shape) in made.items()}
+        return {key: Pieces(dtype, shape, found[key]) for key, (dtype, shape) in made.items()}
 
     def look(self) -> "Quantised":
         """Quantise all weights as they are now.
