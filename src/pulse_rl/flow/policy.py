@@ -100,7 +100,7 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
         scores, token = _draw(logits, temperature, generator)
         tokens[row, number], masks[row, number] = token[:, 0], alive
         logprobs[row, number] = scores.gather(1, token)[:, 0]
-        alive = alive & ~(stops[token[:, 0]] if stops.ndim == 1 else stops[row, token[:, 0]])
+        alive &= ~(stops[token[:, 0]] if stops.ndim == 1 else stops[row, token[:, 0]])
         alive &= most[row] > number + 1
         going = int(alive.sum())
         if not going or (interrupted and interrupted()):

@@ -44,11 +44,11 @@ class _Product(torch.autograd.Function):
         x = x.float()
         product = x.new_empty((*x.shape[:-1], len(w)), dtype=torch.bfloat16)
         rows = max(1, BLOCK // w.shape[1])
-        wide = w.new_empty((min(rows, len(w)), w.shape[1]), dtype=torch.float32)
+        wide = torch.empty_like(w[:rows], dtype=torch.float32)
         for start in range(0, len(w), rows):
-            end = min(start + rows, len(w))
-            bias = None if b is None else b[start:end].float()
-            product[..., start:end] = torch.nn.functional.linear(x, wide[: end - start].copy_(w[start:end]), bias)
+            some = slice(start, start + rows)
+            bias = None if b is None else b[some].float()
+            product[..., some] = torch.nn.functional.linear(x, wide[: len(w[some])].copy_(w[some]), bias)
         return product
 
     @staticmethod
