@@ -9,6 +9,7 @@ import torch
 
 from pulse_rl import Staged, Subscriber
 from pulse_rl.flow import model, policy, quantised
+from pulse_rl.sync.freed import keep_freed
 from pulse_rl.watch.measurements import phases_of
 from pulse_rl.weights.views.formats import ViewFormat
 from pulse_rl.weights.views.view import View
@@ -70,6 +71,7 @@ class BuiltinSampler:
     """
 
     def __init__(self, name: str, config: SamplerSettings, assets: dict[str, bytes]) -> None:
+        keep_freed()  # each token allocates what the one before it did
         self._name, self._config = name, config
         self._model, self.tokenizer = model.build(assets)
         self.subscriber = Subscriber(config.store_url, heartbeat=name, view=config.view)

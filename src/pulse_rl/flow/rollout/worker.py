@@ -40,7 +40,6 @@ from pulse_rl.flow.rollout.sampler import BuiltinSampler, Sampler, SamplerSettin
 from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
 from pulse_rl.flow.samples import Episode, EpisodeGroup, Orders, Task
 from pulse_rl.logs import logger
-from pulse_rl.sync.freed import keep_freed
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
 HEARTBEAT_S = 1.0
@@ -93,7 +92,6 @@ class RolloutWorker:
 
     def __init__(self, name: str, recipe: Recipe, pool: PoolRecipe, dataflow: Any) -> None:
         torch.set_num_threads(pool.threads)
-        keep_freed()
         self._name, self._recipe, self._pool, self._dataflow = name, recipe, pool, dataflow
         self._policies = list(recipe.policies)
         self._toolbox = Toolbox(recipe.tools)
