@@ -99,7 +99,8 @@ class Identities:
 
     def __init__(self, objects: Sequence[object]) -> None:
         self._gone: list[object] = []  # gets an item when one of them is freed: then another may have its address
-        self._references = [reference(one, self._gone.append) for one in objects]
+        gone = self._gone.append  # one object for all of them
+        self._references = [reference(one, gone) for one in objects]
         self._addresses = _addresses(objects)
 
     def are(self, objects: Sequence[object]) -> bool:
