@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
 
 import pulse_rl as pulse
 from pulse_rl.cli.summary import reward_change
@@ -61,6 +62,46 @@ def test_gradient_flows_through_the_shared_prompt(tiny: model.Loaded) -> None:
     naive = torch.autograd.grad(total, parameters)
     for a, b in zip(fast, naive, strict=True):
         assert torch.allclose(a, b, atol=1e-3)
+
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 1}
+HEADS = SMALL | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "shared"),
+    [
+        ("Qwen3", HEADS | {"head_dim": 8}, True),
+        ("GPT2", {**SMALL, "num_attention_heads": 4, "bos_token_id": 1}, True),  # learnt positions
+        ("Mistral", HEADS | {"sliding_window": 4}, False),
+        ("Gemma3Text", HEADS | {"head_dim": 8, "sliding_window": 4}, False),
+        ("Llama", HEADS | {"attn_implementation": "eager"}, False),
+        ("Falcon", SMALL | {"num_attention_heads": 4, "alibi": True, "bos_token_id": 1}, False),
+        ("Mamba", SMALL | {"state_size": 4, "bos_token_id": 1}, False),
+        ("Lfm2", HEADS | {"layer_types": ["conv", "full_attention"]}, False),
+    ],
+)
+def test_scores_of_a_model_of_any_kind_are_those_of_a_pass_for_each_completion(
+    kind: str, settings: dict[str, Any], shared: bool
+) -> None:
+    """Where each token may attend to what a mask says, a context is computed once; elsewhere as often as it is used."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    assert policy._takes_masks(made) == shared
+    lengths = torch.tensor([1, 5, 2, 3, 1, 1, 4])
+    sampled = torch.arange(5) < lengths[:, None]
+    ids, mask = policy.padded([[7, 8, 9], [5, 6, 7, 8, 9, 4], [8]], left=True)
+    tokens = torch.randint(2, 99, (7, 5)) * sampled
+    done = policy.Completions(ids, mask, tokens, sampled, torch.zeros(7, 5), torch.tensor([3, 1, 3]))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter *= 6 if parameter.ndim == 2 else 1  # so that each token matters
+        scored = policy.score(made, done, 0.7)
+        for row, (prompt, length) in enumerate(zip([0, 0, 0, 1, 2, 2, 2], lengths, strict=True)):
+            text = torch.cat([ids[prompt][mask[prompt].bool()], tokens[row, :length]])
+            naive = torch.log_softmax(made(input_ids=text[None]).logits[0] / 0.7, -1)[-1 - length : -1]
+            assert torch.allclose(scored[row, :length], naive.gather(1, tokens[row, :length, None])[:, 0], atol=1e-4)
+            assert not scored[row, length:].any()
 
 
 @pytest.mark.parametrize("each", [True, False])

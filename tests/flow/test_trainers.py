@@ -40,8 +40,8 @@ def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
 def test_ddp_is_one_trainer_with_all_their_prompts(tmp_path: Path) -> None:
     """Bit for bit: completions of one token weigh the same in either, and halves of gradients are exact."""
     common = ("--steps", "3", "--deterministic", "--workers", "1", *sets("workflow.max_new_tokens=1"))
-    one = run(tmp_path / "one", *common, *sets("tasks_per_step=8"))
-    two = ("--trainers", "2", *sets("trainer_sync=ddp", "sync_every=1", "tasks_per_step=4"))
+    one = run(tmp_path / "one", *common, *sets("tasks_per_step=16"))
+    two = ("--trainers", "2", *sets("trainer_sync=ddp", "sync_every=1", "tasks_per_step=8"))
     ddp = run(tmp_path / "ddp", *common, *two)
     assert one["trainer_sync"] is None
     assert max(one["density"]) > 0

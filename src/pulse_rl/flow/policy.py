@@ -1,7 +1,8 @@
 """The policy: it samples completions and scores them, and computes each prompt once for its whole group.
 
-The completions of a group share their prompt, so its keys and values are computed once and repeated. The trainer's
-gradient flows back through the repeat. Groups may differ in size.
+The completions of a group share their prompt. Sampling computes its keys and values once and repeats them; scoring has
+all of them follow it in one sequence, in which none attends to another, so that hardly anything is padding. Groups may
+differ in size.
 """
 
 from collections.abc import Callable, Sequence
@@ -133,19 +134,49 @@ def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) 
 def score(model: Any, completions: Completions, temperature: float) -> torch.Tensor:
     """Log-probabilities of the sampled tokens under the model, (B, T) float32, differentiable."""
     ids, mask, tokens, sampled, _, group = completions
-    first, cache = _prefill(model, ids, mask, group)
-    logits = first[:, None]
-    if tokens.shape[1] > 1:
-        seen = mask.repeat_interleave(group, 0)
-        position = seen.sum(1, keepdim=True) + torch.arange(tokens.shape[1] - 1, device=seen.device)
-        # All tokens may attend, also those after a completion's end: the loss leaves these out.
-        out = model(
-            input_ids=tokens[:, :-1],
-            attention_mask=torch.cat([seen, torch.ones_like(tokens[:, :-1])], 1),
-            position_ids=position,
-            use_cache=True,
-            **cache,
-        )
-        logits = torch.cat([logits, out.logits.float()], 1)
-    logprobs = torch.log_softmax(logits / temperature, -1).gather(2, tokens[:, :, None])[:, :, 0]
-    return logprobs * sampled
+    if not _takes_masks(model):  # each completion after a context of its own
+        ids, mask = ids.repeat_interleave(group, 0), mask.repeat_interleave(group, 0)
+        group = torch.ones_like(group).repeat_interleave(group)
+    owner = torch.arange(len(group), device=ids.device).repeat_interleave(group)
+    given = (sampled.sum(1) - 1).clamp(min=0)  # tokens of each completion that others follow
+    ends = given.cumsum(0)
+    starts = ends - given  # of each completion, after the context
+    starts = starts - starts[group.cumsum(0) - group][owner]
+    row, at = (torch.arange(tokens.shape[1], device=ids.device) < given[:, None]).nonzero(as_tuple=True)
+    context, longest = ids.shape[1], int((starts + given).max())
+    place = owner[row], context + starts[row] + at
+    # Of each token: itself, its position, and which completion it is of; 0 in the context, and −1 where padded.
+    all_ids, positions, part = (torch.nn.functional.pad(of, (0, longest)) for of in (ids, mask.cumsum(1) - 1, mask - 1))
+    part[:, context:] = -1
+    all_ids[place], positions[place], part[place] = tokens[row, at], mask.sum(1)[owner[row]] + at, row + 1
+    logits = model(
+        input_ids=all_ids,
+        attention_mask=_attended(part) if len(group) < len(tokens) else (part >= 0).long(),
+        position_ids=positions.clamp(min=0),
+        use_cache=False,
+        logits_to_keep=longest + 1,
+    ).logits.float()
+    before = torch.zeros_like(tokens)  # where the token before it is, from the context's last one on
+    before[row, at + 1] = 1 + starts[row] + at
+    return torch.log_softmax(logits / temperature, -1)[owner[:, None], before, tokens] * sampled
+
+
+def _takes_masks(model: Any) -> bool:
+    """Whether the mask alone says what each token attends to, and not also windows, states, or ALiBi's distances."""
+    config = model.config.get_text_config()
+    return (
+        config._attn_implementation == "sdpa"
+        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+        and not getattr(config, "sliding_window", None)
+        and not getattr(config, "alibi", False)
+        and not model._is_stateful
+    )
+
+
+def _attended(part: torch.Tensor) -> torch.Tensor:
+    """Which tokens each attends to: those before it in the context and in its completion; (P, 1, S, S) bool.
+
+    part: (P, S), as in `score`. Padding attends to padding, as to attend to nothing gives NaN.
+    """
+    ours = (part[:, None, :] == part[:, :, None]) | (part[:, None, :] == 0)
+    return ours.tril()[:, None]

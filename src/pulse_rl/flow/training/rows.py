@@ -12,7 +12,7 @@ import torch
 from pulse_rl.flow import policy
 from pulse_rl.flow.samples import PolicyGroup, Turn
 
-ROWS = 32  # of a forward and backward pass, at most
+ROWS = 64  # of a forward and backward pass, at most
 SCORED = 2048  # tokens of its completions, with padding: logits are the largest part of its memory
 TOKENS = 16_384  # of contexts and completions, with padding
 
