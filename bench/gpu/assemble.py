@@ -17,10 +17,9 @@ from numba import cuda
 
 from bench.gpu import emulator
 from pulse_rl.dtypes import UINTS, field_of
-from pulse_rl.kernels.cpu import Spots, context
-from pulse_rl.kernels.cpu import moves as cpu_moves
+from pulse_rl.kernels.cpu import Spots, context, moves
 from pulse_rl.kernels.cpu.coding import Kind, SegmentMoves, Streams, starts_of
-from pulse_rl.kernels.gpu import casts, changes, coding, device, digests, moves, regions, spots
+from pulse_rl.kernels.gpu import casts, changes, coding, device, digests, regions, spots
 
 ARCHITECTURE = sys.argv[1] if len(sys.argv) > 1 else "sm_90"
 CAPABILITY = divmod(int(ARCHITECTURE.removeprefix("sm_")), 10)
@@ -83,7 +82,7 @@ def assemble(dtype: str, width: int) -> None:
     written = spots.Overwrites(lie, 4 * length, where, after[where])
     written.delta()
     written.write()
-    moved = cpu_moves.Moves(*map(device.download, moves.find_moves(some, others, field)))
+    moved = moves.find_moves(before[where], after[where], field)
     coding.count_exponents(one.memory, field, width, length)
     states = np.zeros(context.tables(field.exponents).size, np.int64)
     starts = starts_of([context.Start(field.exponents, np.zeros(field.exponents, np.int64), states)])

@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, field_of
-from pulse_rl.kernels import cpu, gpu
-from pulse_rl.kernels.cpu import moves as cpu_moves
-from pulse_rl.kernels.gpu import changes, device, digests, moves, spots
+from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import coding
+from pulse_rl.kernels.gpu import casts, changes, device, digests, moves, regions, spots
 from pulse_rl.kernels.gpu.regions import TILE as UNITS_OF_A_TILE
 from pulse_rl.weights.casts import cast_array
 from tests import naive as reference
@@ -37,41 +37,6 @@ def with_changes(old: NDArray[Any], share: float, seed: int) -> NDArray[Any]:
     return np.where(rng.random(old.shape) < share, old ^ flipped, old)
 
 
-class Rooms:
-    """The functions that every room of kernels has, of arrays in host memory."""
-
-    def __init__(self, room: Any) -> None:
-        self._room, self._there = room, room is gpu
-
-    def _to(self, array: NDArray[Any]) -> Any:
-        return device.upload(array.copy()) if self._there else array.copy()
-
-    def _back(self, array: Any) -> NDArray[Any]:
-        return device.download(array) if self._there else array
-
-    def find_changes(self, old: NDArray[Any], new: NDArray[Any]) -> tuple[list[int], list[int]]:
-        indices, values = self._to(np.zeros(len(old) + 2, np.uint32)), self._to(np.zeros(len(old) + 2, old.dtype))
-        count = self._room.find_changes(self._to(old), self._to(new), indices, values)
-        return self._back(indices)[:count].tolist(), self._back(values)[:count].tolist()
-
-    def gather(self, source: NDArray[Any], indices: NDArray[np.uint32]) -> list[int]:
-        values = self._to(np.zeros(len(indices), source.dtype))
-        self._room.gather(self._to(source), self._to(indices), values)
-        return self._back(values).tolist()  # type: ignore[no-any-return]
-
-    def scatter(self, target: NDArray[Any], indices: NDArray[np.uint32], values: NDArray[Any]) -> list[int]:
-        there = self._to(target)
-        self._room.scatter(there, self._to(indices), self._to(values))
-        return self._back(there).tolist()  # type: ignore[no-any-return]
-
-    def digest_range(self, seed: int, start: int, bits: NDArray[Any]) -> int:
-        return int(self._room.digest_range(seed, start, self._to(bits)))
-
-    def digest_delta(self, seed: int, start: int, indices: NDArray[np.uint32], *values: NDArray[Any]) -> int:
-        return int(self._room.digest_delta(seed, start, self._to(indices), *map(self._to, values)))
-
-
-@pytest.mark.parametrize("room", [cpu, gpu], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(
     ("width", "n", "share"),
     [
@@ -85,19 +50,29 @@ class Rooms:
         (8, 97, 0.2),
     ],
 )
-def test_every_room_gives_what_the_naive_twins_give(room: Any, width: int, n: int, share: float) -> None:
-    twin, found = Rooms(reference), Rooms(room)
+def test_one_array_gives_what_the_naive_twins_give(width: int, n: int, share: float) -> None:
     old = random_bits(width, n, n)
     new = with_changes(old, share, n + 1)
-    indices, values = twin.find_changes(old, new)
-    assert found.find_changes(old, new) == (indices, values)
-    where = np.array(indices, np.uint32)
-    assert found.gather(old, where) == old[where].tolist()
-    assert found.scatter(old, where, new[where]) == new.tolist()
+    where, naive = np.zeros(n + 2, np.uint32), np.zeros(n + 2, old.dtype)
+    count = reference.find_changes(old, new, where, naive)
+    where = where[:count]
+    written = device.upload(old)
+    live, target = (regions.regions_of([each]) for each in (written, device.upload(new)))
+    indices, values = device.empty(count, np.uint32), device.empty(count, old.dtype)
+    edges = changes.find(live, target, indices, values)
+    assert device.download(edges).tolist() == [0, count]
+    assert device.download(indices).tolist() == where.tolist()
+    assert device.download(values).tolist() == naive[:count].tolist()
+    replaced = device.empty(count, old.dtype)
+    changes.gather_all(live, edges, indices, replaced)
+    assert device.download(replaced).tolist() == old[where].tolist()
     seed, start = 0xFEDCBA9876543210, 2**40 + 3
-    assert found.digest_range(seed, start, old) == twin.digest_range(seed, start, old)
-    delta = twin.digest_delta(seed, start, where, old[where], new[where])
-    assert found.digest_delta(seed, start, where, old[where], new[where]) == delta
+    flat = digests.Flat(np.array([seed], np.uint64), np.array([start]), np.zeros(1, np.int64))
+    assert device.download(digests.digest(live, flat))[0] == reference.digest_range(seed, start, old)
+    delta = device.download(digests.delta(live, flat, edges, indices, replaced, values))[0]
+    assert delta == reference.digest_delta(seed, start, where, old[where], new[where])
+    changes.scatter_all(live, edges, indices, values)
+    assert device.download(written).tolist() == new.tolist()
 
 
 # Many tensors in one launch
@@ -133,21 +108,21 @@ def test_changes_of_many_tensors(width: int, shift: int, monkeypatch: pytest.Mon
     assert device.download(values).tolist() == np.concatenate(after).tolist()
     assert device.download(replaced).tolist() == np.concatenate(before).tolist()
 
-    regions = regions_of(live)
+    there = regions_of(live)
     gathered = device.empty(edges[-1], UINTS[width])
-    changes.gather_all(regions, found, indices, gathered)
+    changes.gather_all(there, found, indices, gathered)
     assert device.download(gathered).tolist() == np.concatenate(before).tolist()
     last = int(np.flatnonzero(np.diff(edges))[-1])
-    assert device.download(changes.find_wrong(regions, found, indices, values))[0] == last + 1
+    assert device.download(changes.find_wrong(there, found, indices, values))[0] == last + 1
     flat = flat_of(live)
-    base, delta = digests.digest(regions, flat), digests.delta(regions, flat, found, indices, replaced, values)
+    base, delta = digests.digest(there, flat), digests.delta(there, flat, found, indices, replaced, values)
     assert device.download(base)[0] == digest_of(old, flat)
     for blocks in (1, 3):  # a block sums parts of tensors, and several
         monkeypatch.setattr(digests, "BLOCKS", blocks)
-        assert device.download(digests.digest(regions, flat))[0] == device.download(base)[0]
-    changes.scatter_all(regions, found, indices, values)
+        assert device.download(digests.digest(there, flat))[0] == device.download(base)[0]
+    changes.scatter_all(there, found, indices, values)
     assert [one.read().tolist() for one in live] == [each.reshape(-1).tolist() for each in new]
-    assert device.download(changes.find_wrong(regions, found, indices, values))[0] == 0
+    assert device.download(changes.find_wrong(there, found, indices, values))[0] == 0
     assert digest_of(new, flat) == (int(device.download(base)[0]) + int(device.download(delta)[0])) % 2**64
 
 
@@ -173,8 +148,9 @@ def test_more_changes_than_there_is_place_for() -> None:
     new = with_changes(old, 0.5, 6)
     where = np.flatnonzero(old != new)
     indices, values = Held(np.zeros(10, np.uint32), before=4), Held(np.zeros(10, np.uint16), before=8)
-    count = changes.find_changes(device.upload(old), device.upload(new), indices.memory[4:], values.memory[8:])
-    assert count == len(where) > 10
+    one, other = (regions.regions_of([device.upload(each)]) for each in (old, new))
+    edges = changes.find(one, other, indices.memory[4:], values.memory[8:])
+    assert device.download(edges)[-1] == len(where) > 10
     assert indices.read().tolist() == where[:10].tolist()
     assert values.read().tolist() == new[where[:10]].tolist()
 
@@ -184,13 +160,13 @@ def test_states_that_do_not_match_are_refused() -> None:
     other, wider = device.zeros(5, np.uint16), device.zeros(4, np.uint32)
     for new in (other, wider):
         with pytest.raises(ValueError, match="bytes an element and of the same sizes"):
-            changes.find(gpu.regions_of([one]), gpu.regions_of([new]), device.zeros(9, np.uint32), one)
+            changes.find(regions.regions_of([one]), regions.regions_of([new]), device.zeros(9, np.uint32), one)
 
 
 def test_more_elements_than_an_index_can_count_are_refused() -> None:
     memory = memory_of([Held(np.zeros(2, np.uint16))])._replace(runs=np.array([1 << 32]))
     with pytest.raises(ValueError, match=r"fewer than 2\^32 elements, found one of 4294967296"):
-        gpu.Regions(memory, 2)
+        regions.Regions(memory, 2)
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -215,7 +191,7 @@ def test_changes_of_weights_that_are_cast(shift: int) -> None:
         assert device.download(found).tolist() == np.concatenate(expected).tolist()
 
 
-# Casts, exponents, hot elements and moves
+# Casts, exponents and hot elements
 
 
 @pytest.mark.parametrize("shift", [0, 1, 4])
@@ -238,31 +214,27 @@ def test_casts_equal_those_of_the_cpu(shift: int) -> None:
     bits = np.concatenate([special, np.array(special) | 1 << 31, random_bits(4, 130 - shift, 3)]).astype(np.uint32)
     values = Held(bits, before=shift)
     found = Held(np.zeros(len(bits), np.uint16), before=4)
-    gpu.cast(values.memory[shift:], found.memory[4:])
+    casts.cast(values.memory[shift:], found.memory[4:])
     assert found.read().tolist() == cast_array(bits.view(np.float32), "bfloat16").tolist()
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "F64", "I16"])
-def test_exponents_hot_elements_and_moves_equal_those_of_the_cpu(dtype: str) -> None:
+def test_exponents_and_hot_elements_equal_those_of_the_cpu(dtype: str) -> None:
     field = field_of(dtype)
     width = {"F8_E4M3": 1, "F32": 4, "F64": 8}.get(dtype, 2)
     old = [random_bits(width, 200, 1), random_bits(width, (3, 70), 2), random_bits(width, 1, 3)]
-    regions = regions_of([Held(each, between=5 if each.ndim == 2 else 0) for each in old])
+    live = regions_of([Held(each, between=5 if each.ndim == 2 else 0) for each in old])
     for every in (1, 2):
-        expected = [cpu_moves.count_exponents(each.reshape(-1), field, every).tolist() for each in old]
-        assert moves.count_exponents(regions, field, np.full(3, every)).tolist() == expected
+        expected = coding.count_exponents(coding.memory_of(old), field, width, np.full(3, every))
+        assert moves.count_exponents(live, field, np.full(3, every)).tolist() == expected.tolist()
     thresholds = np.array([field.exponents // 2, field.exponents, 0])
-    hot = moves.find_hot(regions, field, thresholds)
+    hot = moves.find_hot(live, field, thresholds)
     exponents = [(each.reshape(-1).astype(np.uint64) & np.uint64(field.mask)) >> np.uint64(field.shift) for each in old]
     where = [np.flatnonzero(e < np.uint64(t)) for e, t in zip(exponents, thresholds, strict=True)]
     assert device.download(hot.edges).tolist() == np.concatenate([[0], np.cumsum([len(w) for w in where])]).tolist()
     assert device.download(hot.indices).tolist() == np.concatenate(where).tolist()
     of_hot = [e[w] for e, w in zip(exponents, where, strict=True)]
     assert device.download(hot.exponents).tolist() == np.concatenate(of_hot).tolist()
-    after = with_changes(old[0], 1.0, 4)
-    moved = moves.find_moves(device.upload(old[0]), device.upload(after), field)
-    for found, on_cpu in zip(moved, cpu_moves.find_moves(old[0], after, field), strict=True):
-        assert device.download(found).tolist() == np.asarray(on_cpu).tolist()
 
 
 # Segments described in host memory, as patches use them
@@ -299,9 +271,10 @@ def test_changes_of_segments_are_found_checked_and_written(width: int, monkeypat
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
         of_one = digests.Flat._make(column[i : i + 1] for column in flat)
         gained += int(at.times[i]) * (digest_of([b], of_one) - digest_of([a], of_one))
-    assert spots.spots_delta(at, *changed) == gained % 2**64
+    made = spots.Overwrites(at, *changed)
+    assert made.delta() == gained % 2**64
     with monkeypatch.context() as patched:
         patched.setattr(spots, "scatter_all", lambda *_: None)
-        assert spots.write_spots(at, *changed) == int(np.flatnonzero(changed[0])[-1])
-    assert spots.write_spots(at, *changed) is None
+        assert made.write() == int(np.flatnonzero(changed[0])[-1])
+    assert made.write() is None
     assert [one.read().tolist() for one in live] == [each.reshape(-1).tolist() for each in new]

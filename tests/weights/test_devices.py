@@ -105,7 +105,7 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
     assert own.follows == ["training"]
     assert coders.follows == ["own"]
     assert coders is not own
-    on_own = [(name, "own") for name in ("spots_delta", "write_spots", "Overwrites", "decode_segments")]
+    on_own = [(name, "own") for name in ("Overwrites", "delta", "Overwrites", "write", "Overwrites", "decode_segments")]
     assert kernels.used == [*on_own, ("write", "generation")]
     assert training.follows == generation.follows == []
 

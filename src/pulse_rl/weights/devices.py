@@ -168,12 +168,13 @@ class Cuda:
         laid: Elements | None = None,
         before: UIntArray | None = None,
     ) -> int:
-        from pulse_rl.kernels.gpu.spots import Overwrites, spots_delta
+        from pulse_rl.kernels.gpu.spots import Overwrites
 
         with self.own_stream():
+            made = Overwrites(spots, counts, indices, values)
             if laid is None and before is None:
-                return spots_delta(spots, counts, indices, values)
-            held = Overwrites(spots, counts, indices, values).held()
+                return made.delta()
+            held = made.held()
         if before is not None:
             before[:] = held
             held = before
@@ -188,10 +189,10 @@ class Cuda:
     def write_spots(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
     ) -> int | None:
-        from pulse_rl.kernels.gpu.spots import write_spots
+        from pulse_rl.kernels.gpu.spots import Overwrites
 
         with self.own_stream():
-            return write_spots(spots, counts, indices, values)
+            return Overwrites(spots, counts, indices, values).write()
 
     def prepare(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
@@ -227,11 +228,11 @@ class Cuda:
         """float32 as the bits of bfloat16 that `find` compares: new memory of int16. Queued on the current stream."""
         import torch
 
-        from pulse_rl.kernels.gpu.casts import cast_at
+        from pulse_rl.kernels.gpu.casts import cast
 
         values = values.contiguous()
         bits = torch.empty(values.shape, dtype=torch.int16, device=values.device)
-        cast_at(values.data_ptr(), bits.data_ptr(), values.numel())
+        cast(values, bits)
         return bits
 
     def find(

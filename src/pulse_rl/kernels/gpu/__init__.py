@@ -14,10 +14,3 @@ import numpy as np
 
 if not hasattr(np, "row_stack"):  # NumPy 2.5 has it no longer, and Numba-CUDA 0.30.4 asks for it when it is loaded
     np.row_stack = np.vstack
-
-from pulse_rl.kernels.gpu.casts import cast
-from pulse_rl.kernels.gpu.changes import find_changes, gather, scatter
-from pulse_rl.kernels.gpu.digests import digest_delta, digest_range
-from pulse_rl.kernels.gpu.regions import Regions, regions_of
-
-__all__ = ["Regions", "cast", "digest_delta", "digest_range", "find_changes", "gather", "regions_of", "scatter"]

@@ -60,15 +60,7 @@ def _cast(floats, words, halves, source, target, size):
         store(halves, target + np.uint64(2 * j), np.uint16(bits))
 
 
-def cast_at(source: int, target: int, size: int) -> None:
-    """Queue that the elements from the address `target` on become the bfloat16 bits of float32 from `source` on.
-
-    Memory-bound, 6 bytes an element.
-    """
-    likes = map(example, (4, 8, 2))
-    launch(_cast, -(-size // (4 * THREADS)), THREADS, *likes, np.uint64(source), np.uint64(target), size)
-
-
 def cast(values: DeviceArray, bits: DeviceArray) -> None:
-    """Queue that bits (n,) become those of float32 values (n,) in bfloat16."""
-    cast_at(values.data_ptr(), bits.data_ptr(), len(values))
+    """Queue that bits become those of float32 values in bfloat16. Memory-bound, 6 bytes an element."""
+    source, target, size = np.uint64(values.data_ptr()), np.uint64(bits.data_ptr()), values.numel()
+    launch(_cast, -(-size // (4 * THREADS)), THREADS, *map(example, (4, 8, 2)), source, target, size)

@@ -1,4 +1,4 @@
-"""Find, read and write changed elements on the device: of many tensors in a launch, or of one as `cpu.changes` does.
+"""Find, read and write changed elements on the device: of many tensors in a launch.
 
 Results of regions lie one after another: those of region r from `edges[r]` to `edges[r + 1]`. Indices count in it.
 """
@@ -17,7 +17,6 @@ from pulse_rl.kernels.gpu.device import (
     DeviceArray,
     bits_of,
     device,
-    download,
     empty,
     example,
     high_word,
@@ -27,7 +26,6 @@ from pulse_rl.kernels.gpu.device import (
     load,
     low_word,
     store,
-    upload,
     zeros,
 )
 from pulse_rl.kernels.gpu.regions import (
@@ -41,13 +39,9 @@ from pulse_rl.kernels.gpu.regions import (
     changes_of_thread,
     element,
     region_after,
-    regions_of,
     stepping,
     unit_at,
 )
-
-__all__ = ["find", "find_changes", "find_wrong", "gather", "gather_all", "scatter", "scatter_all"]
-
 
 # In these, `news` has the width of the new state's elements: twice that of `like` where they are float32 that are
 # compared, and kept, as bfloat16. Both widths are known when a kernel is compiled.
@@ -246,26 +240,3 @@ def find_wrong(target: Lines | Regions, edges: DeviceArray, indices: DeviceArray
 
 def _reached(regions: Lines | Regions) -> tuple[DeviceArray, object]:
     return example(regions.itemsize), regions.layout
-
-
-# One array, as on the CPU
-
-
-def find_changes(old: DeviceArray, new: DeviceArray, indices: DeviceArray, values: DeviceArray) -> int:
-    """As `cpu.find_changes` of device arrays, in memory of any size: see `find`. Waits for the count."""
-    edges = find(regions_of([old]), regions_of([new]), indices, values)
-    return int(download(edges)[-1])
-
-
-def _whole(indices: DeviceArray) -> DeviceArray:
-    return upload(np.array([0, len(indices)], np.int64))
-
-
-def gather(source: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
-    """Queue what `cpu.gather` does, of device arrays."""
-    gather_all(regions_of([source]), _whole(indices), indices, values)
-
-
-def scatter(target: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
-    """Queue what `cpu.scatter` does, of device arrays."""
-    scatter_all(regions_of([target]), _whole(indices), indices, values)

@@ -14,7 +14,6 @@ from pulse_rl.kernels.gpu.device import (
     add_together,
     bits_of,
     device,
-    download,
     example,
     high_word,
     itemsize_of,
@@ -32,7 +31,6 @@ from pulse_rl.kernels.gpu.regions import (
     element,
     place_in,
     region_after,
-    regions_of,
     rows_of_step,
     stepping,
     unit_at,
@@ -187,24 +185,3 @@ def delta(
 def on_device(flat: Flat) -> Flat:
     """A copy on the device."""
     return Flat(*map(upload, flat))
-
-
-# One array, as on the CPU
-
-
-def _one(seed: int, start: int) -> Flat:
-    return Flat(np.array([seed], np.uint64), np.array([start], np.int64), np.zeros(1, np.int64))
-
-
-def digest_range(seed: int, start: int, bits: DeviceArray) -> int:
-    """As `cpu.digest_range` of a device array. Waits."""
-    return int(download(digest(regions_of([bits]), _one(seed, start)))[0])
-
-
-def digest_delta(seed: int, start: int, indices: DeviceArray, before: DeviceArray, after: DeviceArray) -> int:
-    """As `cpu.digest_delta` of device arrays; indices uint32. Waits."""
-    total = zeros(1, np.uint64)
-    runs, edges = upload(np.array([1 << 32], np.int64)), upload(np.array([0, len(indices)], np.int64))
-    changed = edges, indices, bits_of(before), bits_of(after)
-    launch(_delta, -(-len(indices) // CHANGES), THREADS, runs, on_device(_one(seed, start)), *changed, total)
-    return int(download(total)[0])

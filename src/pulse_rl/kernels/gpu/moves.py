@@ -1,4 +1,4 @@
-"""Exponents of old bits, hot elements, and changes as moves, on the device: what `cpu.moves` finds."""
+"""Exponents of old bits, and hot elements, on the device: what `cpu.moves` finds."""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from typing import NamedTuple
@@ -8,14 +8,11 @@ from numba import cuda
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field
-from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.arrays import LANES
-from pulse_rl.kernels.cpu.moves import Moves
 from pulse_rl.kernels.gpu.bits import PLACERS, Marks, below, placer
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
-    bits_of,
     device,
     download,
     empty,
@@ -25,14 +22,11 @@ from pulse_rl.kernels.gpu.device import (
     kernel,
     launch,
     low_word,
-    twin,
     upload,
 )
 from pulse_rl.kernels.gpu.regions import TILE, UNITS, DeviceRegions, Regions, element, unit_at
 
 MOST_EXPONENTS = 2048  # F64's
-
-_find_moves = twin(moves._find_moves)
 
 
 # Exponents
@@ -162,23 +156,3 @@ def find_hot(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> H
         like, searched = example(regions.itemsize), _Searched(regions.layout, *_field(field))
         launch(_place, regions.count, PLACERS, like, searched, regions.tiles, marks.address, offsets, found)
     return found
-
-
-# Moves
-
-
-@kernel
-def _move(old, new, sign, mask, shift, floating, moved):
-    j = cuda.grid(1)
-    if j < old.shape[0]:
-        one = Moves(moved.exponents[j : j + 1], moved.ups[j : j + 1], moved.sizes[j : j + 1])
-        _find_moves(old[j : j + 1], new[j : j + 1], sign, mask, shift, floating, one)
-
-
-def find_moves(old: DeviceArray, new: DeviceArray, field: Field) -> Moves:
-    """Queue the moves that turn old (k,) into new (k,): as `cpu.moves.find_moves` of device arrays."""
-    count = len(old)
-    moved = Moves(empty(count, np.uint16), empty(count, np.bool_), empty(count, np.uint64))
-    known = np.uint64(field.sign), *_field(field), field.floating
-    launch(_move, -(-count // THREADS), THREADS, bits_of(old), bits_of(new), *known, moved)
-    return moved

@@ -136,16 +136,6 @@ class Overwrites:
         return wrong - 1 if wrong else None
 
 
-def spots_delta(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> int:
-    """As `cpu.spots_delta` of segments on the device, of changes in host memory. Waits."""
-    return Overwrites(spots, counts, indices, values).delta()
-
-
-def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> int | None:
-    """As `cpu.write_spots` of segments on the device, of changes in host memory. Waits."""
-    return Overwrites(spots, counts, indices, values).write()
-
-
 # Copies
 
 
