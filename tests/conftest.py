@@ -53,7 +53,7 @@ LONG = (
 )
 # Fixtures whose first use takes long in each process, as ranks start or kernels are compiled for the emulated device:
 # tests that share them stay together.
-OF_A_MODULE, OF_ALL = {"server"}, ("ranks", "a_device")
+OF_ALL = ("ranks", "a_device")
 WARMUP = pytest.StashKey["subprocess.Popen[bytes]"]()
 
 
@@ -91,8 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif not item.nodeid.removeprefix("tests/").startswith(LONG):
             others.append(item)
         else:
-            alone = OF_A_MODULE.isdisjoint(fixtures)
-            groups.setdefault(item.nodeid if alone else str(item.path), []).append(item)
+            groups[item.nodeid] = [item]
     long, short = list(filter(None, groups.values())), iter(others)
     # `--dist worksteal` gives each process as many tests that follow one another.
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

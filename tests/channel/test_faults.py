@@ -18,8 +18,9 @@ import torch.distributed as dist
 import pulse_rl as pulse
 from pulse_rl.sync.channel import receiver
 from tests.channel.world import BUCKET, after, bits, call, made, step, zeros
+from tests.forked import picklable
 from tests.group import world as group_world
-from tests.loco.ranks import Ranks, good, picklable
+from tests.loco.ranks import Ranks, good
 from tests.store.servers import free_port
 
 NOTICED_S = 150  # seconds in which a busy machine tells the others that a rank died

@@ -40,8 +40,9 @@ from pulse_rl.history.history import History
 from pulse_rl.kernels.cpu import beside
 from pulse_rl.sync.subscribe import landings
 from tests.engines.world import HeldViews, SmallEngine, fresh, moved
+from tests.engines.world import run as run_engine
+from tests.forked import forking
 
-WORLD = Path(__file__).with_name("world.py")
 QUICK = Manner(poll=0.05)
 
 
@@ -694,8 +695,13 @@ def test_it_is_said_which_engines_are_at_work_for_long(
 def test_ctrl_c_is_quiet_and_a_killed_engine_is_followed_again(run: Run, tmp_path: Path) -> None:
     with contextlib.closing(SmallEngine()) as spare:
         port = spare.port
-    served = [sys.executable, str(WORLD), str(port)]
-    engine = subprocess.Popen(served, stdout=subprocess.PIPE)
+
+    def started() -> Any:
+        process = forking().Process(target=run_engine, args=(port,))
+        process.start()
+        return process
+
+    engine = started()
     url = f"http://127.0.0.1:{port}"
     call = [*FOLLOW, str(run.store)]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
@@ -708,17 +714,16 @@ def test_ctrl_c_is_quiet_and_a_killed_engine_is_followed_again(run: Run, tmp_pat
             run.publish()
             until(lambda: any((each["standing"], each["version"]) == ("ok", 1) for each in lines()), 120)
             engine.kill()  # in the midst of whatever it does
-            engine.wait()
+            engine.join()
             run.publish()
-            engine = subprocess.Popen(served, stdout=subprocess.PIPE)
+            engine = started()
             until(lambda: (lines()[-1]["standing"], lines()[-1]["version"]) == ("ok", 2), 120)
             assert lines()[-1]["restarts"] == 1
             os.kill(follow.pid, signal.SIGINT)
             assert follow.wait(10) == 0
         finally:
-            for process in (follow, engine):
-                process.kill()
-                process.wait()
-            if engine.stdout:
-                engine.stdout.close()
+            engine.kill()
+            engine.join()
+            follow.kill()
+            follow.wait()
     assert (tmp_path / "err").read_text() == ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from pulse_rl.engines.states import Follow
 from pulse_rl.errors import EngineError
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.weights.views.view import View, view_of
+from tests.forked import python
 
 VIEW = pulse.Fp8(block="channel", rule="vllm")
 FORM = "fp8=Fp8(block='channel', rule='vllm')"
@@ -163,24 +162,19 @@ DirectoryStore.put = struck(DirectoryStore.put)
 """
 
 
-def run(script: str, *arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_a_command_that_is_killed_at_a_write_loses_nothing(tmp_path: Path) -> None:
     trainer, target = Trainer(tmp_path / "source"), tmp_path / "target"
     call = ("relay", str(tmp_path / "source"), str(target), "--view", FORM, "--once", "--json")
     for version in range(2):  # the first is one with anchors, the other one with patches
         trainer.publish(2 * version)
-        code, _, err = run(STRUCK, "3", *call)
-        assert code == -signal.SIGKILL, err
+        killed = python(STRUCK, "3", *call)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
         head = pulse.History(target).head()
         assert (head and head.version) == (None, 1)[version]
         trainer.publish(newest := 2 * version + 1)
-        code, out, err = run(MAIN, *call)
-        assert code == 0, err
-        found: dict[str, Any] = json.loads(out)
+        done = python(MAIN, *call)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
         assert (found["newest"], found["store_error"]) == (newest, None)
         (engine,) = found["engines"]
         assert (engine["standing"], engine["version"], engine["report"]["version"]) == ("ok", newest, newest)
@@ -214,9 +208,9 @@ def test_a_relay_keeps_as_many_versions_as_it_is_told(tmp_path: Path) -> None:
 def test_a_form_that_is_none_is_a_bad_command_line(form: str, words: str, tmp_path: Path) -> None:
     Trainer(tmp_path / "source").publish(0)
     views = ("--view", "int8=Int8()", "--view", form)
-    code, _, err = run(MAIN, "relay", str(tmp_path / "source"), str(tmp_path / "target"), *views)
-    assert code == 2
-    assert words in " ".join(err.replace("│", " ").split())
+    done = python(MAIN, "relay", str(tmp_path / "source"), str(tmp_path / "target"), *views)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.replace("│", " ").split())
     assert not (tmp_path / "target").exists()
 
 

@@ -1,7 +1,5 @@
 """A small engine behind HTTP, as real as the tests need: the plug-in's service, on a torch module in this process.
 
-    python tests/engines/world.py PORT          # serves until it is killed
-
 One thread is the engine: between two steps it does what the service calls, as vLLM's does. A step reads all weights.
 """
 
@@ -182,6 +180,7 @@ class SmallEngine:
         return Handler
 
 
-if __name__ == "__main__":
-    print(SmallEngine(int(sys.argv[1])).url, flush=True)
+def run(port: int) -> None:
+    """Such an engine in a process of its own."""
+    SmallEngine(port)
     threading.Event().wait()

@@ -30,6 +30,7 @@ from pulse_rl.folders.publish import Folders
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from tests.conftest import Trainee
+from tests.forked import python
 from tests.history.test_status import command
 from tests.store.through import Through, failing, nothing
 
@@ -358,8 +359,8 @@ def test_a_heartbeat_while_it_waits(run: Run, tmp_path: Path) -> None:
 
 def _strikes(run: Run, directory: Path, left: int) -> bool:
     """Mirror in a process that is killed at a call of the system on the directory. Returns whether it was."""
-    done = subprocess.run([sys.executable, "-c", CHILD, str(run.store), str(directory), str(left)], capture_output=True)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+    done = python(CHILD, str(run.store), str(directory), str(left))
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
 
 

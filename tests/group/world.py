@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.loco.ranks import forking, picklable, start
+from tests.forked import forking, picklable
+from tests.loco.ranks import start
 from tests.store.servers import free_port
 
 PATIENCE_S = 60.0

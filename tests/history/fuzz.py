@@ -22,13 +22,13 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -43,7 +43,7 @@ from pulse_rl.history import manifest
 from pulse_rl.log.signing import Keys
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.table import MAX_TABLE_NBYTES
-from tests import ROOT
+from tests.forked import forking
 from tests.history import mutations, world
 from tests.patch.tools import seal, snapshot, take_apart
 from tests.store.through import Through, unlisted
@@ -274,57 +274,73 @@ def warm_up() -> None:
             pulse.Subscriber(history.store).sync(history.weights(held, copied=False))
 
 
-def work(seed: int, first: int, stop: int) -> None:
-    """A child's part: cases one after another; their outcomes go to stdout, one line each."""
+class Outcome(NamedTuple):
+    """How a case ended. found: whether it did what it must not do."""
+
+    took_s: float
+    what: str
+    found: bool
+
+
+def work(pipe: Connection, seed: int, part: range) -> None:
+    """A child's part: cases one after another; each number is sent before the case, and its outcome after it."""
+    os.environ["PULSE_THREADS"] = "1"  # the processes share the cores
     warm_up()
-    for number in range(first, stop):
-        print(f"case {number}", flush=True)
+    for number in part:
+        pipe.send(number)
         start = time.perf_counter()
         try:
-            outcome = run_case(seed, number)
+            what, found = run_case(seed, number), False
         except BaseException as error:  # noqa: BLE001 — any exception is a finding
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(where.filename).name}:{where.lineno}"
-            outcome = f"FOUND {type(error).__name__} at {place}: {str(error)[:300]!r}"
-        print(f"{time.perf_counter() - start:.3f} {outcome}", flush=True)
+            what, found = f"{type(error).__name__} at {place}: {str(error)[:300]!r}", True
+        pipe.send(Outcome(time.perf_counter() - start, what, found))
+
+
+class Child:
+    """A process that runs a part of the cases."""
+
+    def __init__(self, seed: int, part: range) -> None:
+        self.part, self.number, self.known = part, part.start - 1, True
+        context = forking()
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=work, args=(there, seed, part))
+        self.process.start()
+        there.close()
 
 
 def run(seed: int, cases: int, processes: int) -> tuple[Counter[str], list[Finding], float]:
     """Run cases in child processes. Returns how often each outcome occurred, the findings, and the slowest case, s."""
     share = -(-cases // processes)
-    parts = [range(at, min(at + share, cases)) for at in range(0, cases, share)]
+    children = [Child(seed, range(at, min(at + share, cases))) for at in range(0, cases, share)]
     outcomes: Counter[str] = Counter()
     findings: list[Finding] = []
     slowest = 0.0
-    children = [(_child(seed, part), part) for part in parts]
     while children:
-        child, part = children.pop(0)
-        assert child.stdout is not None  # a pipe
-        number, known = part.start - 1, True
-        for line in child.stdout:
-            if line.startswith("case "):
-                number, known = int(line.split()[1]), False
+        ready = wait([child.pipe for child in children])
+        for child in [child for child in children if child.pipe in ready]:
+            try:
+                message = child.pipe.recv()
+            except EOFError:
+                children.remove(child)
+                child.process.join()
+                if died := child.process.exitcode:
+                    after = " after it" if child.known else ""
+                    findings.append(Finding(child.number, f"the process died: {died}{after}"))
+                    if rest := range(child.number + 1, child.part.stop):
+                        children.append(Child(seed, rest))
                 continue
-            took, _, outcome = line.rstrip("\n").partition(" ")
-            known, slowest = True, max(slowest, float(took))
-            if outcome.startswith("FOUND "):
-                findings.append(Finding(number, outcome.removeprefix("FOUND ")))
+            child.known = isinstance(message, Outcome)
+            if not child.known:
+                child.number = message
+                continue
+            slowest = max(slowest, message.took_s)
+            if message.found:
+                findings.append(Finding(child.number, message.what))
             else:
-                outcomes[outcome] += 1
-        died = child.wait()
-        if died:
-            findings.append(Finding(number, f"the process died: {died}" + (" after it" if known else "")))
-            rest = range(number + 1, part.stop)
-            if rest:
-                children.append((_child(seed, rest), rest))
+                outcomes[message.what] += 1
     return outcomes, findings, slowest
-
-
-def _child(seed: int, part: range) -> "subprocess.Popen[str]":
-    numbers = [str(seed), "--part", str(part.start), str(part.stop)]
-    command = [sys.executable, "-m", "tests.history.fuzz", "--seed", *numbers]
-    environment = os.environ | {"PULSE_THREADS": "1"}  # the processes share the cores
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace", cwd=ROOT)
 
 
 def main() -> int:
@@ -333,11 +349,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--case", type=int, help="run only this one, in this process, with its traceback")
-    parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.part is not None:
-        work(given.seed, *given.part)
-        return 0
     if given.case is not None:
         warm_up()
         print(run_case(given.seed, given.case))

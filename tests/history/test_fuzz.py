@@ -1,7 +1,5 @@
 """Hostile patches and histories: 200 cases of the 100,000 that `make fuzz-history` runs; and tests of the fuzzer."""
 
-import subprocess
-import sys
 from random import Random
 from typing import Any
 
@@ -13,7 +11,7 @@ from blake3 import blake3
 import pulse_rl as pulse
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.patch.apply import Application
-from tests import ROOT
+from tests.forked import python
 from tests.history import fuzz as fuzz_history
 from tests.history import mutations
 from tests.history import world as history_world
@@ -60,7 +58,7 @@ for kind in mutations.BOMBS:
 
 def test_time_and_memory_are_bounded() -> None:
     """A child notices too much of either, and refuses patches of a few kilobytes that decompress to the limits."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python(PROGRAM)
     assert done.returncode == 0, done.stderr
     wrong, memory, *lines = done.stdout.splitlines()
     assert (wrong, memory) == ("Wrong", "MemoryError")

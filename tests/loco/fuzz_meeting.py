@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 import pulse_rl as pulse
-from tests.loco.ranks import bits, forking
+from tests.forked import forking
+from tests.loco.ranks import bits
 from tests.loco.store_trainers import Trainer
 
 CALLS = ("put", "get", "stream", "list", "delete")

@@ -1,31 +1,20 @@
 """What the tests of trainers share: four real ranks over Gloo, a small model, and inner steps that can be repeated."""
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from tests.forked import forking, picklable
 from tests.store.servers import free_port
 
 RANKS = 4
 LR = 3e-4
-
-
-def forking() -> ForkServerContext:
-    """Processes forked from one that has imported torch already: four that are spawned take seconds to do it."""
-    context = mp.get_context("forkserver")
-    first_step = "torch._dynamo"  # which an optimizer imports: more than a second of each process
-    loaded = ["torch.multiprocessing", first_step, "pulse_rl.loco.optimizer", "tests.loco.preloaded", "pytest"]
-    context.set_forkserver_preload(loaded)
-    return context
 
 
 def start(rank: int, size: int, at: int, timeout_s: float) -> None:
@@ -33,15 +22,6 @@ def start(rank: int, size: int, at: int, timeout_s: float) -> None:
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{at}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
-
-
-def picklable(error: BaseException) -> BaseException:
-    """The error as it can be sent to another process, with its fields."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def serve(rank: int, at: int, pipe: Connection) -> None:

@@ -14,7 +14,8 @@ from blake3 import blake3
 
 import pulse_rl as pulse
 from pulse_rl.loco import log8, payload
-from tests.loco.ranks import Model, Ranks, adam, bits, forking, good, inner_step, picklable, start
+from tests.forked import forking, picklable
+from tests.loco.ranks import Model, Ranks, adam, bits, good, inner_step, start
 from tests.store.servers import free_port
 
 

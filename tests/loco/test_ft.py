@@ -21,8 +21,9 @@ from pulse_rl.group.collectives import Group
 from pulse_rl.loco import lighthouse, payload
 from pulse_rl.loco.elastic import ElasticMembers
 from pulse_rl.loco.lighthouse import Lighthouse, QuorumReport
+from tests.forked import forking, picklable
 from tests.loco.naive import Naive
-from tests.loco.ranks import Model, adam, bits, forking, inner_step, picklable, trainable
+from tests.loco.ranks import Model, adam, bits, inner_step, trainable
 
 EVERY = 2
 DEFAULTS: dict[str, Any] = {"sync_every": EVERY, "value_dtype": "float32"}  # values as in `Naive`

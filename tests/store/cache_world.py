@@ -2,13 +2,16 @@
 
 import contextlib
 import os
-import subprocess
-import sys
+import random
+import time
 from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 import pulse_rl as pulse
 from pulse_rl.history import manifest
@@ -16,11 +19,11 @@ from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.cached_files import key_of
 from pulse_rl.store.folder import Folder
 from pulse_rl.store.patient import unwrapped
+from tests.forked import forking
 from tests.store import servers
 from tests.store.proxy import Proxy
 
 BOUND = 1 << 30
-PROCESS = Path(__file__).parent / "cache_process.py"
 
 
 def name_of(number: int) -> str:
@@ -29,6 +32,13 @@ def name_of(number: int) -> str:
 
 def data_of(number: int, nbytes: int) -> bytes:
     return np.random.default_rng(number).bytes(nbytes)
+
+
+def reading(url: str, directory: Path, nbytes: int) -> CachedStore:
+    store = pulse.open_store(url, cache=directory, cache_nbytes=nbytes)
+    assert isinstance(store, CachedStore)
+    unwrapped(store)._streams_whole = True  # type: ignore[attr-defined]  # a download is one request, to be counted
+    return store
 
 
 class World:
@@ -55,10 +65,7 @@ class World:
         return name_of(number), data
 
     def open(self, nbytes: int = BOUND) -> CachedStore:
-        store = pulse.open_store(self.url, cache=self.cache, cache_nbytes=nbytes)
-        assert isinstance(store, CachedStore)
-        unwrapped(store)._streams_whole = True  # type: ignore[attr-defined]  # a download is one request, to be counted
-        return store
+        return reading(self.url, self.cache, nbytes)
 
     @property
     def folder(self) -> Path:
@@ -84,40 +91,67 @@ class World:
         return sum(sizes.values())
 
     def start(self, *names: str, bound: int = BOUND, seed: int = -1, prefix: str = "") -> "Process":
-        return Process(prefix + self.url, str(self.cache), str(bound), str(seed), *names)
+        return Process(prefix + self.url, self.cache, bound, seed, *names)
 
 
 class Process:
-    """A process that reads objects through the cache."""
+    """A process that reads objects through the cache.
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, str(PROCESS), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        assert self.line() == "ready"
+    seed: -1 reads the objects in order, any other number 40 of them at random. With `trickle:` as the URL's prefix,
+    parts come one by one.
+    """
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    def __init__(self, *arguments: Any) -> None:
+        context = forking()
+        self.pipe, there = context.Pipe()
+        self.process: Any = context.Process(target=read, args=(there, *arguments))
+        self.process.start()
+        there.close()
+        assert self.pipe.recv() == "ready"
 
     def go(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.pipe.send("go")
 
     def read(self) -> dict[str, str]:
         """The hashes of what it has read; waits until it is done."""
         found = dict[str, str]()
-        while (line := self.line()) != "done":
-            assert line, self.process.wait()
-            if line != "part":
-                name, found_hash = line.split()
+        while (message := self.pipe.recv()) != "done":
+            if message != "part":
+                name, found_hash = message
                 assert found.setdefault(name, found_hash) == found_hash
-        self.go()
-        assert self.process.wait() == 0
+        self.process.join()
+        assert self.process.exitcode == 0
         return found
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+
+
+def read(pipe: Connection, url: str, directory: Path, bound: int, seed: int, *names: str) -> None:
+    """What such a process does: it waits for a word before it begins, and sends the name and BLAKE3 of each object."""
+    store = reading(url.removeprefix("trickle:"), directory, bound)
+    if url.startswith("trickle:"):
+        trickle(store, pipe)
+    pipe.send("ready")
+    pipe.recv()
+    for name in names if seed == -1 else random.Random(seed).choices(names, k=40):
+        pipe.send((name, blake3(store.get(name)).hexdigest()))
+    pipe.send("done")
+
+
+def trickle(store: Any, pipe: Connection) -> None:
+    """Have a store send the parts of an object at a distance, and say so."""
+    stream = store.inner.stream
+
+    def slow(name: str) -> Iterator[memoryview]:
+        for part in stream(name):
+            for at in range(0, len(part), 1 << 20):
+                yield part[at : at + (1 << 20)]
+                pipe.send("part")
+                time.sleep(0.1)
+
+    store.inner.stream = slow
 
 
 def flip(file: Path, at: int) -> None:

@@ -43,7 +43,7 @@ def test_a_process_that_is_killed_in_the_middle(world: World) -> None:
     first = world.start(name, prefix="trickle:")
     second = world.start(name)
     first.go()
-    assert [first.line() for _ in range(3)] == ["part"] * 3
+    assert [first.pipe.recv() for _ in range(3)] == ["part"] * 3
     second.go()
     time.sleep(0.3)
     assert world.kept() == world.kept_as(name, end=".part")
@@ -61,7 +61,7 @@ def test_what_a_killed_process_leaves_is_deleted(world: World) -> None:
     name, _ = world.put(1, 6 << 20)
     first = world.start(name, prefix="trickle:")
     first.go()
-    assert [first.line() for _ in range(3)] == ["part"] * 3
+    assert [first.pipe.recv() for _ in range(3)] == ["part"] * 3
     first.kill()
     assert world.kept() == world.kept_as(name, end=".part")
     other, data = world.put(2, 6 << 20)
@@ -89,13 +89,13 @@ def test_a_process_that_does_not_come_forward(world: World, monkeypatch: pytest.
     name, data = world.put(1, 6 << 20)
     first = world.start(name, prefix="trickle:")
     first.go()
-    assert [first.line() for _ in range(3)] == ["part"] * 3
-    first.process.send_signal(signal.SIGSTOP)
+    assert [first.pipe.recv() for _ in range(3)] == ["part"] * 3
+    os.kill(first.process.pid, signal.SIGSTOP)
     store = world.open()
     assert bytes(store.get(name)) == data
     assert bytes(store.read_range(name, 7, 70)) == data[7:70]
     assert world.kept() == world.kept_as(name, end=".part")
-    first.process.send_signal(signal.SIGCONT)
+    os.kill(first.process.pid, signal.SIGCONT)
     assert first.read() == {name: blake3(data).hexdigest()}
     before = world.gets[name]
     assert bytes(store.get(name)) == data

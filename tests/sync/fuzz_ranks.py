@@ -38,8 +38,8 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.history import History
+from tests.forked import forking, picklable
 from tests.group import world as group_world
-from tests.loco.ranks import forking, picklable
 from tests.sync.rank_faults import Fault, Place
 from tests.sync.rank_rounds import TIMEOUT_S, Round, Step, follow, model, publish
 

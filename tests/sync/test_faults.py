@@ -1,11 +1,10 @@
 """Faults for real: processes killed with SIGKILL at random points, stores that fail, truncate and flip bits.
 
-    python tests/sync/test_faults.py --kills 500    # of publishers and as many of subscribers
+    python -m tests.sync.test_faults --kills 500    # of publishers and as many of subscribers
 
 A process is killed in one of two ways, drawn by seed: from outside after a random time, which hits anything, or
 by itself at its k-th operation (a call of the store, a part of a stream, a write to live weights, of which only
-half is done then), which hits the rare places often. A small server forks the processes, so that each of them
-has everything loaded and a kill takes milliseconds.
+half is done then), which hits the rare places often.
 """
 
 import argparse
@@ -13,23 +12,22 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-import pytest
 import torch
 
 import pulse_rl as pulse
 from pulse_rl.history.operate.verify import VerifyReport, verify
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.weights.bits import HostBits
+from tests.forked import forking
 
 SHAPES = {"embed": (96, 33), "mlp.up": (64, 41), "norm": (64,), "scale": (), "none": (0, 3)}  # of BF16 tensors
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
@@ -180,86 +178,45 @@ def watch(directory: Path) -> None:
         time.sleep(0.01)  # a hundred looks a second see every state that lasts, and leave the processor to the killed
 
 
-def serve() -> None:
-    """Fork a process for every line of standard input and answer how it ended; of one that watches, its number.
+# Their end.
 
-    A line with such a number kills it.
-    """
+
+def doom(pipe: Connection, role: Callable[..., None], directory: Path, codec: str, seed: int, k: int | None) -> None:
     os.environ["PULSE_THREADS"] = "1"
     torch.set_num_threads(1)
-    for codec in CODECS:  # loads the kernels; no store, whose threads would not survive a fork
-        old, new = first_bits(), first_bits()
-        step(new, np.random.default_rng(0))
-        pulse.apply(weights_over(old), pulse.diff(weights_over(old), weights_over(new), base=0, target=1, codec=codec))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        if isinstance(job, int):
-            os.kill(job, signal.SIGKILL)
-            print(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
-            continue
-        child = os.fork()
-        if child == 0 and job["role"] == watch.__name__:
-            watch(Path(job["directory"]))
-        if child == 0:
-            signal.alarm(60)  # one that hangs ends too, and not by SIGKILL
-            directory = Path(job["directory"])
-            store = Doomed(pulse.open_store(directory / "store"), job["k"])
-            globals()[job["role"]](store, directory, job["codec"], job["seed"])
-        if job["role"] == watch.__name__:
-            print(child, flush=True)
-            continue
-        if job["after"] is not None:
-            time.sleep(job["after"])
-            os.kill(child, signal.SIGKILL)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    signal.alarm(60)  # one that hangs ends too, and not by SIGKILL
+    pipe.send("begun")
+    role(Doomed(pulse.open_store(directory / "store"), k), directory, codec, seed)
 
 
-class Server:
-    """The process that forks and, for half of its children, kills."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, __file__, "--role", "serve"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._answer() == "ready"
-
-    def _answer(self) -> str:
-        assert self._process.stdout
-        return self._process.stdout.readline().strip()
-
-    def _ask(self, job: object) -> str:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    @contextmanager
-    def watching(self, directory: Path) -> Iterator[None]:
-        """A process follows the history until the end, and must not end before."""
-        watcher = int(self._ask({"role": watch.__name__, "directory": str(directory)}))
-        try:
-            yield
-        finally:
-            ended = self._ask(watcher)
-        assert ended == str(-signal.SIGKILL), "the following subscriber has ended: see its traceback above"
-
-    def kill_one(self, role: Callable[..., None], directory: Path, codec: str, seed: int) -> None:
-        """Run one process until it is killed; it must not end otherwise."""
-        random = np.random.default_rng([seed, 7])
-        after = float(random.uniform(0, 0.1)) if random.random() < 0.5 else None
-        k = int(random.integers(1, 60)) if after is None else None
-        job = {"role": role.__name__, "directory": str(directory), "codec": codec, "seed": seed, "k": k, "after": after}
-        assert self._ask(job) == str(-signal.SIGKILL), f"{job}: the process did not end by SIGKILL"
-
-    def close(self) -> None:
-        self._process.communicate()
+def kill_one(role: Callable[..., None], directory: Path, codec: str, seed: int) -> None:
+    """Run one process until it is killed; it must not end otherwise."""
+    random = np.random.default_rng([seed, 7])
+    after = float(random.uniform(0, 0.1)) if random.random() < 0.5 else None
+    k = int(random.integers(1, 60)) if after is None else None
+    context = forking()
+    here, there = context.Pipe()
+    process = context.Process(target=doom, args=(there, role, directory, codec, seed, k))
+    process.start()
+    if after is not None:
+        here.recv()
+        time.sleep(after)
+        process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, (role.__name__, codec, seed, process.exitcode)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
+@contextmanager
+def watching(directory: Path) -> Iterator[None]:
+    """A process follows the history until the end, and must not end before."""
+    watcher = forking().Process(target=watch, args=(directory,))
+    watcher.start()
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.join()
+    assert watcher.exitcode == -signal.SIGKILL, "the following subscriber has ended: see its traceback above"
 
 
 def whole(store: Path) -> VerifyReport:
@@ -270,14 +227,14 @@ def whole(store: Path) -> VerifyReport:
     return report
 
 
-def kill_publishers(server: Server, directory: Path, kills: int) -> dict[str, int]:
+def kill_publishers(directory: Path, kills: int) -> dict[str, int]:
     """Kill publishers, of either codec in turn, while a subscriber follows; verify the history after every kill."""
     store = directory / "store"
     published: dict[int, str] = {}
     interrupted = 0
-    with server.watching(directory):
+    with watching(directory):
         for seed in range(kills):
-            server.kill_one(publish_until_killed, directory, CODECS[seed % 2], seed)
+            kill_one(publish_until_killed, directory, CODECS[seed % 2], seed)
             if not (store / "manifests").exists():
                 continue
             report = whole(store)
@@ -325,7 +282,7 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def kill_subscribers(server: Server, directory: Path, kills: int) -> dict[str, int]:
+def kill_subscribers(directory: Path, kills: int) -> dict[str, int]:
     """Kill subscribers in the middle of sync; another one takes their weights, in a file, to the newest version."""
     bits, random = first_bits(), np.random.default_rng(0)
     digests = set()
@@ -339,7 +296,7 @@ def kill_subscribers(server: Server, directory: Path, kills: int) -> dict[str, i
     first_bits(1).tofile(directory / "weights")
     torn = 0
     for seed in range(kills):
-        server.kill_one(sync_until_killed, directory, "", seed)
+        kill_one(sync_until_killed, directory, "", seed)
         weights = weights_over(np.memmap(directory / "weights", np.uint16, "r+"))
         torn += pulse.digest(weights) not in digests
         subscriber = pulse.Subscriber(directory / "store")
@@ -349,21 +306,21 @@ def kill_subscribers(server: Server, directory: Path, kills: int) -> dict[str, i
     return {"kills": kills, "half-written": torn}
 
 
-def test_killed_publishers_leave_a_whole_history(server: Server, tmp_path: Path) -> None:
+def test_killed_publishers_leave_a_whole_history(tmp_path: Path) -> None:
     """Every version, and the follower's live weights, against what the publisher offered."""
-    found = kill_publishers(server, tmp_path, kills=20)
+    found = kill_publishers(tmp_path, kills=20)
     assert found["remains"] > 3  # the kills did hit the middle of publish
     assert found["versions"] > 6
     assert found["syncs"] > 3
 
 
-def test_killed_subscribers_end_in_the_newest_version(server: Server, tmp_path: Path) -> None:
+def test_killed_subscribers_end_in_the_newest_version(tmp_path: Path) -> None:
     """The digest of the weights' file against the publisher's, after a restart."""
     half_written = 0  # kills in the middle of a write, which is a short time of each sync
     for attempt in range(5):
         scratch = tmp_path / str(attempt)
         scratch.mkdir()
-        half_written += kill_subscribers(server, scratch, kills=30)["half-written"]
+        half_written += kill_subscribers(scratch, kills=30)["half-written"]
         if half_written > 3:
             return
     raise AssertionError(f"expected more than 3 of 150 kills in the middle of a write, found {half_written}")
@@ -372,18 +329,13 @@ def test_killed_subscribers_end_in_the_newest_version(server: Server, tmp_path: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="of each kind (default 100)")
-    parser.add_argument("--role", choices=["serve"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.role == "serve":
-        return serve()
-    server = Server()
     for kill in (kill_publishers, kill_subscribers):
         with tempfile.TemporaryDirectory(prefix="pulse-rl-faults-") as scratch:
             start = time.monotonic()
-            found = kill(server, Path(scratch), options.kills)
+            found = kill(Path(scratch), options.kills)
         facts = ", ".join(f"{what} {count}" for what, count in found.items())
         print(f"{kill.__name__:17} {facts}; {time.monotonic() - start:.0f} s", flush=True)
-    return server.close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import torch.multiprocessing
 
 import pulse_rl as pulse
 from pulse_rl.testing import Held, Source
-from tests.loco.ranks import forking, picklable, start
+from tests.forked import forking, picklable
+from tests.loco.ranks import start
 from tests.store.servers import free_port
 from tests.testing.adapters import Following
 
