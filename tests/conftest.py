@@ -172,7 +172,7 @@ def trainee() -> Trainee:
 @pytest.fixture(scope="session")
 def ranks() -> "Iterator[Ranks]":
     """Four trainers' processes, which all tests of trainers share: they take long to start."""
-    from tests.loco.ranks import running
+    from tests.loco.ranks import Ranks
 
-    with running() as run:
+    with Ranks() as run:
         yield run

@@ -5,8 +5,12 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing as mp
 
@@ -19,6 +23,30 @@ def forking() -> ForkServerContext:
         ["torch.multiprocessing", first_step, "pulse_rl.loco.optimizer", "tests.preloaded", "pytest"]
     )
     return context
+
+
+class Forked:
+    """Processes, each with a pipe to the test: each calls function(its number, pipe, *arguments)."""
+
+    def __init__(self, function: Callable[..., Any], count: int, *arguments: Any) -> None:
+        context = forking()
+        self.pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        for number in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=function, args=(number, there, *arguments), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def end(self) -> None:
+        """Kill them, at once: they hold nothing, and an orderly end takes seconds."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
 
 
 def picklable(error: BaseException) -> BaseException:

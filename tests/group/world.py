@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import forking, picklable
+from tests.forked import Forked, picklable
 from tests.loco.ranks import start
 from tests.store.servers import free_port
 
@@ -16,9 +16,9 @@ PATIENCE_S = 60.0
 
 
 def _serve(
-    rank: int, size: int, at: int, patience: float, pipe: Connection, function: Callable[..., Any], arguments: Any
+    rank: int, pipe: Connection, size: int, at: int, timeout_s: float, function: Callable[..., Any], arguments: Any
 ) -> None:
-    start(rank, size, at, patience / 3)
+    start(rank, size, at, timeout_s)
     try:
         result = function(rank, size, *arguments)
     except BaseException as error:  # noqa: BLE001
@@ -35,19 +35,9 @@ def run(function: Callable[..., Any], size: int, *arguments: Any, patience: floa
     patience: seconds until a rank counts as one that hangs; its collectives fail after a third of them.
     Returns what it returned on each, or the error that it raised there; None for a rank that was killed.
     """
-    context, at = forking(), free_port()
-    pipes, processes, results = [], [], []
-    for rank in range(size):
-        here, there = context.Pipe()
-        process = context.Process(
-            target=_serve, args=(rank, size, at, patience, there, function, arguments), daemon=True
-        )
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
+    processes, results = Forked(_serve, size, size, free_port(), patience / 3, function, arguments), []
     try:
-        for pipe in pipes:
+        for pipe in processes.pipes:
             assert pipe.poll(patience), "a rank hangs"
             with suppress(EOFError):
                 results.append(pipe.recv())
@@ -55,9 +45,7 @@ def run(function: Callable[..., Any], size: int, *arguments: Any, patience: floa
             results.append(None)
         return results
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        processes.end()
 
 
 def caught(call: Callable[[], Any]) -> BaseException:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pulse_rl.integrations.deepspeed import shards
-from tests.loco.ranks import RANKS, Ranks, good, running
+from tests.loco.ranks import RANKS, Ranks, good
 from tests.weights.held import assemble, flip, held_by_rank
 
 
@@ -96,7 +96,7 @@ def test_unpartitioned_parameters_are_whole() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     pytest.importorskip("deepspeed")
-    with running() as run:
+    with Ranks() as run:
         yield run
 
 

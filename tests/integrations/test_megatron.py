@@ -8,7 +8,7 @@ import torch
 
 from pulse_rl.integrations import megatron
 from pulse_rl.integrations.megatron import Learned, learn
-from tests.loco.ranks import RANKS, Ranks, good, running
+from tests.loco.ranks import RANKS, Ranks, good
 from tests.weights.held import assemble, flip, held_by_rank
 
 HIDDEN, GROUPS, QUERIES, HEAD, FFN, VOCABULARY, PADDED, EXPERTS = 12, 4, 3, 2, 10, 33, 40, 4
@@ -225,7 +225,7 @@ def test_tensors_other_than_those_learned() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     pytest.importorskip("megatron.core")
-    with running() as run:
+    with Ranks() as run:
         yield run
 
 

@@ -1,16 +1,15 @@
 """What the tests of trainers share: four real ranks over Gloo, a small model, and inner steps that can be repeated."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from tests.forked import forking, picklable
+from tests.forked import Forked, picklable
 from tests.store.servers import free_port
 
 RANKS = 4
@@ -24,50 +23,41 @@ def start(rank: int, size: int, at: int, timeout_s: float) -> None:
     )
 
 
-def serve(rank: int, at: int, pipe: Connection) -> None:
+def serve(rank: int, pipe: Connection, size: int, at: int, timeout_s: float) -> None:
     """Call what arrives: a function, how many ranks take part, and its arguments. Send its result, or its error."""
     os.environ["PULSE_THREADS"] = "2"
-    start(rank, RANKS, at, 60)
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
+    start(rank, size, at, timeout_s)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, size + 1)}
     while True:
-        function, size, arguments = pipe.recv()
+        function, some, arguments = pipe.recv()
         try:
-            pipe.send(function(groups[size], rank, size, *arguments))
+            pipe.send(function(groups[some], rank, some, *arguments))
         except BaseException as error:  # noqa: BLE001
             pipe.send(picklable(error))
 
 
-Ranks = Callable[..., list[Any]]
-
-
-@contextmanager
-def running() -> Iterator[Ranks]:
-    """Start four processes in one Gloo group. Call with a function, a number of ranks and arguments.
+class Ranks:
+    """Processes in one Gloo group. Call with a function, a number of ranks and arguments.
 
     Returns what the function returned on each rank, or the error that it raised there.
     """
-    context, at = forking(), free_port()
-    pipes, processes = [], []
-    for rank in range(RANKS):
-        here, there = context.Pipe()
-        processes.append(context.Process(target=serve, args=(rank, at, there), daemon=True))
-        pipes.append(here)
-    for process in processes:
-        process.start()
 
-    def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-        for pipe in pipes[:size]:
+    def __init__(self, size: int = RANKS, timeout_s: float = 60) -> None:
+        self.processes = Forked(serve, size, size, free_port(), timeout_s)
+
+    def __call__(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        pipes = self.processes.pipes[:size]
+        for pipe in pipes:
             pipe.send((function, size, arguments))
-        for pipe in pipes[:size]:
+        for pipe in pipes:
             assert pipe.poll(180), "a rank hangs"
-        return [pipe.recv() for pipe in pipes[:size]]
+        return [pipe.recv() for pipe in pipes]
 
-    try:
-        yield run
-    finally:
-        for process in processes:
-            process.kill()  # at once: they hold nothing, and an orderly end takes seconds
-            process.join()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.processes.end()
 
 
 def good(results: list[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 import pulse_rl as pulse
 from pulse_rl.loco import log8, payload
-from tests.forked import forking, picklable
+from tests.forked import Forked, picklable
 from tests.loco.ranks import Model, Ranks, adam, bits, good, inner_step, start
 from tests.store.servers import free_port
 
@@ -177,7 +177,7 @@ def test_a_payload_that_one_rank_cannot_read_is_an_error_on_all_at_once(
     assert len(set(good(ranks(whole_round, 3)))) == 1  # the ranks are still in step
 
 
-def lose(rank: int, at: int, pipe: Connection, lost: int, overlap: int) -> None:
+def lose(rank: int, pipe: Connection, at: int, lost: int, overlap: int) -> None:
     """The last rank is killed in its second round; the others are left in an exchange."""
     size = lost + 1
     start(rank, size, at, 15)
@@ -202,14 +202,8 @@ def lose(rank: int, at: int, pipe: Connection, lost: int, overlap: int) -> None:
 @pytest.mark.parametrize(("size", "overlap", "raised"), [(3, 0, 6), (2, 2, 8)])
 def test_a_lost_worker_is_one_clear_error_within_the_timeout(size: int, overlap: int, raised: int) -> None:
     """Raised where the round would have ended, with θ and residual of the round before."""
-    context, at = forking(), free_port()
-    pipes = [context.Pipe() for _ in range(size)]
-    processes = [
-        context.Process(target=lose, args=(rank, at, pipes[rank][1], size - 1, overlap)) for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    for here, _ in pipes[:-1]:
+    ranks = Forked(lose, size, free_port(), size - 1, overlap)
+    for here in ranks.pipes[:-1]:
         assert here.poll(60)
         error, untouched, rounds, step = here.recv()
         assert error.round == 2
@@ -218,7 +212,7 @@ def test_a_lost_worker_is_one_clear_error_within_the_timeout(size: int, overlap:
         assert untouched
         assert (rounds, step) == (1, raised)
     clock = time.monotonic()
-    for process in processes:
+    for process in ranks.processes:
         process.join(20)
         assert process.exitcode is not None
     assert time.monotonic() - clock < 20

@@ -18,76 +18,25 @@ history, one after another, in memory that each finds as the one before left it.
 import argparse
 import itertools
 import logging
-import multiprocessing as mp
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
-import torch
-
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.history import History
-from tests.forked import forking, picklable
 from tests.group import world as group_world
 from tests.sync.rank_faults import Fault, Place
 from tests.sync.rank_rounds import TIMEOUT_S, Round, Step, follow, model, publish
 
 PROMPT_S = 15.0  # within which every call ends, whatever happened
-
-
-def serve(pipe: Connection) -> None:
-    """Fork ranks from a process that has loaded the kernels and has no threads."""
-    os.environ["PULSE_THREADS"] = "1"
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    for codec in ("gap", "context"):
-        pulse.apply(model(0), pulse.diff(model(0), model(1), codec=codec))
-    group_world.forking = lambda: mp.get_context("fork")  # type: ignore[attr-defined,assignment,return-value]
-    while True:
-        try:
-            function, size, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(group_world.run(function, size, *arguments))
-        except BaseException as error:  # noqa: BLE001
-            pipe.send(picklable(error))
-
-
-Run = Callable[..., list[Any]]
-
-
-@contextmanager
-def nursery() -> Iterator[Run]:
-    """A process that ranks are forked from. Call with a function, a number of ranks and arguments."""
-    here, there = mp.Pipe()
-    process = forking().Process(target=serve, args=(there,))
-    process.start()
-    there.close()
-
-    def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-        here.send((function, size, arguments))
-        found = here.recv()
-        if isinstance(found, BaseException):
-            raise found
-        return list(found)
-
-    try:
-        yield run
-    finally:
-        here.close()
-        process.join()
 
 
 @cache
@@ -107,11 +56,10 @@ def expect(condition: bool, text: str) -> None:
 class Case:
     """One history."""
 
-    def __init__(self, seed: int, case: int, run: Run) -> None:
+    def __init__(self, seed: int, case: int) -> None:
         self.random = Random(f"{seed}/{case}")
         self.counts = Counter[str]()
         self.log: list[str] = []
-        self._run = run
         self._next = 0  # the next version
         self._reported = -1  # the newest version that a rank has reported
 
@@ -188,7 +136,7 @@ class Case:
     def results(self, function: Callable[..., list[Step]], work: Round, store: str, *more: Any) -> list[Any]:
         """Let a group work. Returns the steps of each rank, None for one that was killed, checked."""
         self.log.append(f"{function.__name__} {work}")
-        results: list[list[Step] | None] = self._run(function, work.size, store, work, *more)
+        results: list[list[Step] | None] = group_world.run(function, work.size, store, work, *more)
         for rank, steps in enumerate(results):
             expect(not isinstance(steps, BaseException), f"rank {rank}: {steps!r}")
             self.log.append(f"  rank {rank}: {'killed' if steps is None else ''}")
@@ -252,10 +200,10 @@ class Case:
         self.counts["versions proved"] += len(found)
 
 
-def run_case(seed: int, number: int, run: Run, *, verbose: bool = False) -> Counter[str]:
+def run_case(seed: int, number: int, *, verbose: bool = False) -> Counter[str]:
     """Run one case. Returns what was counted; raises its finding, with what led there as notes."""
     directory = Path(tempfile.mkdtemp(prefix="fuzz-ranks-"))
-    case = Case(seed, number, run)
+    case = Case(seed, number)
     try:
         case.play(directory)
     except BaseException as error:
@@ -281,18 +229,17 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     start, counts, found = time.monotonic(), Counter[str](), 0
     numbers = itertools.count(given.first)
-    with nursery() as run:
-        for done, case in enumerate(numbers if given.cases is None else itertools.islice(numbers, given.cases), 1):
-            try:
-                counts += run_case(given.seed, case, run, verbose=given.verbose)
-            except Exception as error:  # noqa: BLE001 - any exception is a finding
-                found += 1
-                notes = "\n    ".join(getattr(error, "__notes__", []))
-                print(f"FOUND seed {given.seed} case {case}: {type(error).__name__}: {error}\n    {notes}", flush=True)
-                if not given.keep_going:
-                    return 1
-            if done % 20 == 0:
-                print(f"{time.monotonic() - start:.0f} s, {done} cases: {dict(counts)}, {found} found", flush=True)
+    for done, case in enumerate(numbers if given.cases is None else itertools.islice(numbers, given.cases), 1):
+        try:
+            counts += run_case(given.seed, case, verbose=given.verbose)
+        except Exception as error:  # noqa: BLE001 - any exception is a finding
+            found += 1
+            notes = "\n    ".join(getattr(error, "__notes__", []))
+            print(f"FOUND seed {given.seed} case {case}: {type(error).__name__}: {error}\n    {notes}", flush=True)
+            if not given.keep_going:
+                return 1
+        if done % 20 == 0:
+            print(f"{time.monotonic() - start:.0f} s, {done} cases: {dict(counts)}, {found} found", flush=True)
     print(f"seed {given.seed}, {time.monotonic() - start:.0f} s: {dict(counts)}, {found} found something")
     return 1 if found else 0
 

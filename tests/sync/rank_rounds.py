@@ -5,6 +5,7 @@ Who follows holds its shares in files that all ranks map, so that the next group
 
 import logging
 import math
+import os
 import signal
 import time
 import traceback
@@ -59,6 +60,7 @@ class _Rank:
     """The calls of one rank, one after another."""
 
     def __init__(self, rank: int, work: Round) -> None:
+        os.environ["PULSE_THREADS"] = "1"
         logging.disable(logging.CRITICAL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.faults = Faults(rank, work.fault)

@@ -4,7 +4,6 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,9 @@ from tests.sync.rank_rounds import model
 from tests.sync.shares import shares
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[fuzz_ranks.Run]:
-    with fuzz_ranks.nursery() as run:
-        yield run
-
-
 @pytest.mark.parametrize("case", range(2))
-def test_a_rank_that_fails_leaves_no_half_version_and_no_rank_waiting(run: fuzz_ranks.Run, case: int) -> None:
-    counts = fuzz_ranks.run_case(6, case, run)
+def test_a_rank_that_fails_leaves_no_half_version_and_no_rank_waiting(case: int) -> None:
+    counts = fuzz_ranks.run_case(6, case)
     assert counts["versions proved"] or counts["synced"]
 
 

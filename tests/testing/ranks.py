@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 import pulse_rl as pulse
 from pulse_rl.testing import Held, Source
-from tests.forked import forking, picklable
-from tests.loco.ranks import start
-from tests.store.servers import free_port
+from tests.loco.ranks import Ranks
 from tests.testing.adapters import Following
 
-PATIENCE_S = 60  # until a rank counts as one that hangs
 TIMEOUT_S = 20.0  # of the ranks' group
 
 Weights = Mapping[str, torch.Tensor]
 
-
-def _serve(rank: int, size: int, at: int, pipe: Connection) -> None:
-    """Call what arrives, with a dictionary that is kept from call to call."""
-    start(rank, size, at, TIMEOUT_S)
-    kept: dict[str, Any] = {}
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:  # the parent has ended
-            os._exit(0)
-        try:
-            pipe.send(function(kept, rank, size, *arguments))
-        except BaseException as error:  # noqa: BLE001 - raised by the parent
-            pipe.send(picklable(error))
+KEPT: dict[str, Any] = {}  # of each rank's process, from call to call
 
 
 class Pool:
@@ -44,43 +25,23 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._ranks: Ranks | None = None
 
     def begin(self) -> None:
         """Start the processes, unless they run."""
-        if all(process.is_alive() for process in self._processes) and self._processes:
-            return
-        self.end()
-        context, at = forking(), free_port()
-        for rank in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, at, there), daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._pipes.append(here)
+        if self._ranks is None or not all(process.is_alive() for process in self._ranks.processes.processes):
+            self.end()
+            self._ranks = Ranks(self.size, TIMEOUT_S)
 
     def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
+        if self._ranks is not None:
+            self._ranks.processes.end()
+            self._ranks = None
 
-    def call(self, function: Callable[..., Any], *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
-        """Call a function on all ranks. each: one more argument for each of them. Raises the first error."""
-        for rank, pipe in enumerate(self._pipes):
-            pipe.send((function, (*arguments, *each[rank : rank + 1])))
-        found: list[Any] = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(PATIENCE_S), f"rank {rank} hangs"
-            try:
-                found.append(pipe.recv())
-            except (EOFError, ConnectionError):
-                found.append(RuntimeError(f"rank {rank} is gone"))
-        for one in found:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function on all ranks. Raises the first error."""
+        assert self._ranks is not None
+        for one in (found := self._ranks(function, self.size, *arguments)):
             if isinstance(one, BaseException):
                 raise one
         return found
@@ -117,52 +78,52 @@ def share(weights: Weights, rank: int, size: int) -> dict[str, Any]:
 # What the ranks do.
 
 
-def _follow(kept: dict[str, Any], rank: int, size: int, weights: Weights, source: Source) -> None:
+def _follow(group: Any, rank: int, size: int, weights: Weights, source: Source) -> None:
     held = share(weights, rank, size)
     subscriber = pulse.Subscriber(source.store, patience=0, group=dist.group.WORLD, group_timeout=TIMEOUT_S)
-    kept["receiver"], kept["weights"] = Following(subscriber, held), held
+    KEPT["receiver"], KEPT["weights"] = Following(subscriber, held), held
 
 
-def _receive(kept: dict[str, Any], rank: int, size: int, weights: Weights) -> None:
-    kept["receiver"], kept["weights"] = pulse.Channel(timeout=TIMEOUT_S), weights
+def _receive(group: Any, rank: int, size: int, weights: Weights) -> None:
+    KEPT["receiver"], KEPT["weights"] = pulse.Channel(timeout=TIMEOUT_S), weights
 
 
-def _transfer(kept: dict[str, Any], rank: int, size: int, version: int, weights: Weights) -> int:
-    channel = kept["receiver"]
-    report = channel.send(weights, version=version) if rank == 0 else channel.receive(kept["weights"])
+def _transfer(group: Any, rank: int, size: int, version: int, weights: Weights) -> int:
+    channel = KEPT["receiver"]
+    report = channel.send(weights, version=version) if rank == 0 else channel.receive(KEPT["weights"])
     return int(report.version)
 
 
-def _sync(kept: dict[str, Any], rank: int, size: int, version: int | None) -> int:
-    return int(kept["receiver"].sync(version))
+def _sync(group: Any, rank: int, size: int, version: int | None) -> int:
+    return int(KEPT["receiver"].sync(version))
 
 
-def _stage(kept: dict[str, Any], rank: int, size: int, version: int | None) -> int:
-    kept["staged"] = kept["receiver"].stage(version)
-    return int(kept["staged"].version)
+def _stage(group: Any, rank: int, size: int, version: int | None) -> int:
+    KEPT["staged"] = KEPT["receiver"].stage(version)
+    return int(KEPT["staged"].version)
 
 
-def _apply(kept: dict[str, Any], rank: int, size: int) -> float:
-    return float(kept["staged"].apply())
+def _apply(group: Any, rank: int, size: int) -> float:
+    return float(KEPT["staged"].apply())
 
 
-def _discard(kept: dict[str, Any], rank: int, size: int) -> None:
-    kept["staged"].discard()
+def _discard(group: Any, rank: int, size: int) -> None:
+    KEPT["staged"].discard()
 
 
-def _disturb(kept: dict[str, Any], rank: int, size: int) -> None:
+def _disturb(group: Any, rank: int, size: int) -> None:
     if rank == size - 1:
-        held = next(one for one in kept["weights"].values() if isinstance(one, torch.Tensor | pulse.Shard))
+        held = next(one for one in KEPT["weights"].values() if isinstance(one, torch.Tensor | pulse.Shard))
         tensor = held.tensor if isinstance(held, pulse.Shard) else held
         with torch.no_grad():
             tensor.zero_()
 
 
-def _held(kept: dict[str, Any], rank: int, size: int) -> tuple[int | None, dict[str, torch.Tensor]]:
+def _held(group: Any, rank: int, size: int) -> tuple[int | None, dict[str, torch.Tensor]]:
     """The version, and the replicas of this rank: the parent shares all other memory."""
-    receiver = kept["receiver"]
+    receiver = KEPT["receiver"]
     version = receiver.held()[0].version if isinstance(receiver, Following) else receiver.version
-    replicas = {name: one.clone() for name, one in kept["weights"].items() if isinstance(one, torch.Tensor)}
+    replicas = {name: one.clone() for name, one in KEPT["weights"].items() if isinstance(one, torch.Tensor)}
     return version, replicas
 
 
@@ -238,7 +199,7 @@ class Receiving:
 
     def sync(self, version: int | None = None) -> int:
         wanted = self._source.newest if version is None else version
-        return int(self._pool.call(_transfer, wanted, each=[self._source.weights(wanted), None])[1])
+        return int(self._pool.call(_transfer, wanted, self._source.weights(wanted))[1])
 
     def held(self) -> Sequence[Held]:
         return [Held(self._pool.call(_held)[1][0], self._weights)]
