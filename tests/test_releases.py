@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.forked import python
 
 RELEASES = ROOT / "tests" / "golden" / "releases"
 TREE = ROOT / "src"
@@ -20,9 +21,13 @@ TREE = ROOT / "src"
 
 def side(package: Path, verb: str, place: Path) -> None:
     """Let one side do its part, in a process that has this package."""
-    command = [sys.executable, str(RELEASES / "side.py"), verb, str(place)]
-    environment = os.environ | {"PYTHONPATH": str(package)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    script = RELEASES / "side.py"
+    if package == TREE:
+        done = python(script.read_text(), verb, str(place))
+    else:
+        command = [sys.executable, str(script), verb, str(place)]
+        environment = os.environ | {"PYTHONPATH": str(package)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(package)
 
