@@ -17,7 +17,7 @@ from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import ObjectNotFoundError
 from pulse_rl.history.manifest import PatchObject, manifest_name, patch_name
 from pulse_rl.history.operate.verify import verify
-from pulse_rl.history.search import cheapest, cost
+from pulse_rl.history.search import REQUEST_NBYTES, cheapest
 from pulse_rl.history.trail import PatchLink, State, Trail, decode_trail, state_of
 from pulse_rl.log.objects import fetch, new_token
 from pulse_rl.patch.overlay import Overlay, Recorder, Section
@@ -40,6 +40,11 @@ def all_chains(links: list[PatchLink], start: int, goal: int) -> list[list[Patch
     if start == goal:
         return [[]]
     return [[a, *rest] for a in links if a.base_sequence == start for rest in all_chains(links, a.to.sequence, goal)]
+
+
+def cost(chain: list[PatchLink]) -> int:
+    """The bytes of the patches, and a request for each of their objects, of which there is one more than parts."""
+    return sum(link.ref.total_nbytes + REQUEST_NBYTES * (1 + link.ref.parts) for link in chain)
 
 
 EDGES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 100_000)), max_size=14)
@@ -145,6 +150,24 @@ def test_few_objects_from_anywhere(run: Run, distance: int, most: int) -> None:
         assert (live["w"] == run.states[newest]).all()
         worst = max(worst, len(view.read))
     assert worst <= most
+
+
+@pytest.mark.parametrize(("anchor_every", "route"), [(50, "patches"), (3, "patches"), (4, "anchor")])
+def test_an_anchor_is_the_beginning_where_that_is_cheaper(anchor_every: int, route: str) -> None:
+    """Three versions behind, with patches of half the model's size: not one that many more patches lead on from."""
+    store, random = pulse.open_store("memory://"), np.random.default_rng(0)
+    publisher, subscriber = pulse.Publisher(store, anchor_every=anchor_every, codec="gap"), pulse.Subscriber(store)
+    bits, live = {"w": np.zeros(N, np.uint16)}, {"w": np.zeros(N, np.uint16)}
+    for version in range(41):
+        where = random.random(N) < 0.4
+        bits["w"][where] = random.integers(0, 1 << 16, where.sum(), dtype=np.uint16)
+        publisher.publish(bits, version=version)
+        if version == 37:
+            subscriber.sync(live)
+    report = subscriber.sync(live)
+    assert (report.route, report.version) == (route, 40)
+    assert report.fetched_nbytes < 1.6 * report.full_nbytes
+    np.testing.assert_array_equal(live["w"], bits["w"])
 
 
 def named(run: Run, kind: str) -> str:

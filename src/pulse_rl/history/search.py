@@ -4,7 +4,7 @@ Reads manifests and trails, never a patch or an anchor: whoever fetches those re
 same FaultLog, and searches again.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
 from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, VersionSkewError
@@ -36,11 +36,11 @@ def check_line(history: History, manifest: Manifest, faults: FaultLog) -> None:
 
 
 def find_links(
-    history: History, held: int, target: Manifest, faults: FaultLog, limit: int | None = None
+    history: History, held: int, target: Manifest, faults: FaultLog, anchor_nbytes: int | None = None
 ) -> list[PatchLink]:
     """The patches between a version that is held and a later one.
 
-    held: its sequence number. limit: bytes; stop searching where the cheapest chain costs more.
+    held: its sequence number. anchor_nbytes: of an anchor; stop searching where one is the cheaper beginning.
     They are listed in trails. Where a trail is broken, which is reported to faults, manifest after manifest is read
     instead. Reads nothing where held is the version before the target.
     Raises StoreError where the store is unreachable.
@@ -57,8 +57,8 @@ def find_links(
             links = _listed(history, manifest, faults) | links
         reach = costs(links.values(), target.sequence, faults.names)
         earliest = min(sequence for sequence in reach if sequence >= held)
-        if earliest == held or (limit is not None and reach[earliest] >= limit):
-            break  # arrived, or too expensive
+        if earliest == held or _costs_more(reach, earliest, held, target, anchor_nbytes):
+            break
         # Skip patches to a version are made after its trail is written: the trail of the next version lists them. Where
         # that one brings nothing, as it began anew after a trail was lost, the version's own patch leads further.
         places = [earliest + 1, earliest] if earliest < reached else [earliest]
@@ -69,17 +69,33 @@ def find_links(
     return [link for link in links.values() if link.base_sequence >= held and link.ref.name not in faults.names]
 
 
+def _costs_more(reach: dict[int, int], start: int, held: int, target: Manifest, anchor_nbytes: int | None) -> bool:
+    """Whether the chain from `start` costs as much as the newest anchor after `held` and the chain from there.
+
+    An anchor before it is no other way: the patches from there on are those from `held`, and more.
+    """
+    anchor = target.anchor_sequence
+    if anchor_nbytes is None or anchor <= held or anchor not in reach:
+        return False
+    return reach[start] >= anchor_nbytes + REQUEST_NBYTES + reach[anchor]
+
+
 def find_chain(
-    history: History, held: int, target: Manifest, faults: FaultLog, limit: int | None = None
+    history: History, held: int, target: Manifest, faults: FaultLog, anchor_nbytes: int | None = None
 ) -> list[PatchLink] | None:
-    """The cheapest chain of those patches; None without one, or where it costs `limit` bytes or more."""
-    chain = cheapest(find_links(history, held, target, faults, limit), held, target.sequence)
-    return None if chain is None or (limit is not None and cost(chain) >= limit) else chain
+    """The cheapest chain of those patches; None without one, or where an anchor is the cheaper beginning."""
+    links = find_links(history, held, target, faults, anchor_nbytes)
+    reach = costs(links, target.sequence)
+    if held not in reach or _costs_more(reach, held, held, target, anchor_nbytes):
+        return None
+    return cheapest(links, held, target.sequence)
 
 
-def agree_on_chain(reading: Reading, held: State, target: Manifest, limit: int | None = None) -> list[PatchLink] | None:
+def agree_on_chain(
+    reading: Reading, held: State, target: Manifest, anchor_nbytes: int | None = None
+) -> list[PatchLink] | None:
     """As `find_chain`, for all ranks. A collective. Raises StoreError where the store is unreachable."""
-    find = partial(find_chain, reading.history, held.sequence, target, reading.faults, limit)
+    find = partial(find_chain, reading.history, held.sequence, target, reading.faults, anchor_nbytes)
     return reading.lead("find patches", find, list[PatchLink] | None)  # type: ignore[arg-type]
 
 
@@ -156,11 +172,6 @@ def cheapest(links: Iterable[PatchLink], start: int, goal: int) -> list[PatchLin
         chain.append(first_link[start])
         start = chain[-1].to.sequence
     return chain
-
-
-def cost(chain: Sequence[PatchLink]) -> int:
-    """What a chain costs: the bytes of its patches and of the requests for them."""
-    return sum(map(_cost, chain))
 
 
 def _cost(link: PatchLink) -> int:

@@ -27,7 +27,7 @@ from pulse_rl.history.follow import follow
 from pulse_rl.history.manifest import Manifest, Scalar, check_same_history
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
-from pulse_rl.history.search import REQUEST_NBYTES, agree_on_chain, check_line
+from pulse_rl.history.search import agree_on_chain, check_line
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.history.versions import no_version
 from pulse_rl.observers import tell
@@ -222,12 +222,12 @@ class Sync:
         self._proof.hold(recognise(self.reading, self._live, self.target), self.target.tied)
 
     def _patch(self, held: State) -> State | None:
-        """Take the weights towards the version by patches, unless loading its anchor takes fewer bytes.
+        """Take the weights towards the version by patches, unless a newer anchor is the cheaper beginning.
 
         Returns how far they led; None if these are not the weights that were proved before.
         """
         reading, target = self.reading, self.target
-        chain = agree_on_chain(reading, held, target, target.full_nbytes + REQUEST_NBYTES)
+        chain = agree_on_chain(reading, held, target, target.full_nbytes)
         if chain is None:
             return held
         try:
