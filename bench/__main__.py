@@ -237,15 +237,13 @@ def loco(
             show_default="sums, noisy differences",
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="The real model: smollm2, tiny, or a directory or hub id.")] = "smollm2",
-    rounds: Annotated[int, typer.Option(min=0, help="Rounds of the real model at each learning rate; 0 for none.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small policy by DDP, DiLoCo and PULSELoCo with four trainers; then count the bytes of a real model.
+    """Train a small policy by DDP, DiLoCo and PULSELoCo with four trainers: reward against bytes.
 
     The trainers take turns in one process, and each core has another seed. Needs
-    half a GB of memory a core, 8 GB for SmolLM2-135M, and the extra run. Takes an
-    hour on two cores, and minutes with --steps 128.
+    half a GB of memory a core, and the extra run. Takes an hour on two cores,
+    and minutes with --steps 128.
     """
     from bench.loco.run import check, methods, run
 
@@ -267,8 +265,6 @@ def loco(
             lr=lr,
             chosen=methods(names, every, overlaps),
             tasks=tasks,
-            model=model,
-            rounds=rounds,
         ),
         as_json,
     )

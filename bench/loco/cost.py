@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 import pulse_rl as pulse
-from bench.loco.model import Echo
+from pulse_rl.group.collectives import Group, N
 from pulse_rl.kernels.cpu import loco as kernels
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import log8
@@ -40,6 +41,25 @@ DENSITIES = 0.005, 0.01, 0.02, 0.05, 0.10
 STEADY = 0.5  # of how far a weight moves in a round, against the noise
 HEAD = 5  # bytes before what a step of `Ranks` shares: that it has not failed, and the name of its work
 PARTS = "gate", "encode", "decode", "outer"
+
+
+class Echo(Group):
+    """A group of this rank alone: what it sends is what all ranks send."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(None, 0, size)
+
+    def gather_numbers(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        return np.tile(np.array(numbers, np.int64), (self.size, 1))
+
+    def gather_rows(self, values: NDArray[N]) -> NDArray[N]:
+        return np.tile(values, (self.size, 1))
+
+    def gather(self, data: bytes, limit: int) -> list[memoryview]:
+        return [memoryview(data)] * self.size
+
+    def all_to_all_rows(self, values: NDArray[N]) -> NDArray[N]:
+        return values
 
 
 class Recorded(Echo):

@@ -1,17 +1,15 @@
-"""The runs of `bench loco` on one task from one seed: `python -m bench.loco.runs SETTINGS`, one process.
+"""The runs of `bench loco` on one task from one seed, in one process.
 
 The policy is trained supervised once; then every method runs from there, with the same prompts for the same trainer and
 step, and the same number of samples. The trainers take turns in one process: what is learned does not depend on how
 bytes travel. Each round each trainer's payload is made, read and added up as those of a bucket are, all take the outer
-step, and their digests must agree. Prints a line of JSON for each run.
+step, and their digests must agree.
 """
 
 import copy
-import sys
+import statistics
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,7 +17,6 @@ from torch import nn
 
 import pulse_rl as pulse
 from bench.loco import task
-from bench.loco.run import EVALUATE_EVERY, LocoRun, Method, Settings
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
 from pulse_rl.loco.exchange import Timings
@@ -29,19 +26,71 @@ from pulse_rl.loco.rounds import LocalSteps
 GROUP = 8  # completions of each problem
 EVALUATED = 1024  # problems, the same for all runs
 
-LOCAL: dict[str, Callable[..., LocalSteps]] = {
-    "DiLoCo": pulse.DiLoCo,
-    "PULSELoCo": pulse.PulseLoCo,
-    "scale 1": partial(pulse.PulseLoCo, gate_scale=1.0),
-    "scale 1/4": partial(pulse.PulseLoCo, gate_scale=0.25),
-    "published": partial(pulse.PulseLoCo, value_dtype="float32"),
-    "published, scale 1.33": partial(pulse.PulseLoCo, value_dtype="float32", gate_scale=1.33),
-    "published, scale 7": partial(pulse.PulseLoCo, value_dtype="float32", gate_scale=7.0),
-    "published, scale 7, BF16 values": partial(pulse.PulseLoCo, value_dtype="bfloat16", gate_scale=7.0),
-    "published, FP16 gate": partial(pulse.PulseLoCo, value_dtype="float32", gate="float16"),
-    "published, FP16 gate, BF16 values": partial(pulse.PulseLoCo, value_dtype="bfloat16", gate="float16"),
-    "without feedback": partial(pulse.PulseLoCo, value_dtype="float32"),
+EVALUATE_EVERY = 16  # inner steps: right after a round, whatever the method
+LAST = 3  # evaluations whose mean is the final reward
+METHODS: dict[str, dict[str, Any]] = {  # in rounds; options of PulseLoCo
+    "DiLoCo": {},
+    "PULSELoCo": {},
+    "scale 1": {"gate_scale": 1.0},
+    "scale 1/4": {"gate_scale": 0.25},
+    "published": {"value_dtype": "float32"},
+    "published, scale 1.33": {"value_dtype": "float32", "gate_scale": 1.33},
+    "published, scale 7": {"value_dtype": "float32", "gate_scale": 7.0},
+    "published, scale 7, BF16 values": {"value_dtype": "bfloat16", "gate_scale": 7.0},
+    "published, FP16 gate": {"value_dtype": "float32", "gate": "float16"},
+    "published, FP16 gate, BF16 values": {"value_dtype": "bfloat16", "gate": "float16"},
+    "without feedback": {"value_dtype": "float32"},
 }
+
+
+class Method(msgspec.Struct, frozen=True):
+    """How trainers keep the same weights."""
+
+    name: str
+    sync_every: int = 0  # inner steps a round; 0: gradients are averaged at every step
+    faster: float = 1.0  # factor on the learning rate
+    overlap: int = 0  # inner steps between a round's begin and its end
+
+    def __str__(self) -> str:
+        named = f"{self.name}, overlap {self.overlap}" if self.overlap else self.name
+        return f"{named}, H = {self.sync_every}" if self.sync_every else named
+
+
+class Settings(NamedTuple):
+    """What the process of a task and seed does."""
+
+    trainers: int
+    task: str
+    seed: int
+    steps: int
+    pretrain: int
+    lr: float
+    methods: tuple[Method, ...]
+
+
+class LocoRun(msgspec.Struct, frozen=True):
+    """One run: a method on a task from a seed."""
+
+    task: str
+    method: Method = msgspec.field(name="way")  # the name in JSON
+    seed: int
+    elements: int
+    rewards: list[float]  # before the first step, and after every 16th one
+    sent_nbytes: list[int]  # of the first trainer, each round
+    density: list[float]  # likewise
+    seconds: float  # of the processor
+
+    @property
+    def final(self) -> float:
+        return statistics.fmean(self.rewards[-LAST:])
+
+    @property
+    def gained(self) -> float:
+        return self.final - self.rewards[0]
+
+    @property
+    def gained_halfway(self) -> float:
+        return statistics.fmean(self.rewards[: len(self.rewards) // 2 + 1][-LAST:]) - self.rewards[0]
 
 
 class Seat(Group):
@@ -69,7 +118,9 @@ class Trainers:
         if method.sync_every:
             for rank, (policy, optimizer) in enumerate(zip(self.policies, self._optimizers, strict=True)):
                 seat: Any = Seat(rank, settings.trainers)
-                self._locals.append(LOCAL[method.name](policy, optimizer, sync_every=method.sync_every, group=seat))
+                kind = pulse.DiLoCo if method.name == "DiLoCo" else pulse.PulseLoCo
+                options = {"sync_every": method.sync_every, "group": seat} | METHODS[method.name]
+                self._locals.append(kind(policy, optimizer, **options))
 
     def step(self, number: int) -> None:
         """Take the inner step of this number, from 1, once the gradients are there, and what follows of a round."""
@@ -152,15 +203,11 @@ def train(start: task.Policy, learned: task.Task, method: Method, settings: Sett
     )
 
 
-def main(settings: Settings) -> None:
+def train_all(settings: Settings) -> list[LocoRun]:
+    """All methods on one task from one seed."""
     torch.set_num_threads(1)
     learned = task.TASKS[settings.task]
     generator = torch.Generator().manual_seed(settings.seed)
     start = task.Policy(generator)
     task.pretrain(learned, start, settings.pretrain, generator)
-    for method in settings.methods:
-        print(msgspec.json.encode(train(start, learned, method, settings)).decode(), flush=True)
-
-
-if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=Settings))
+    return [train(start, learned, method, settings) for method in settings.methods]

@@ -15,6 +15,7 @@ from bench import codec as bench
 from bench.__main__ import main
 from bench.bound import bounds
 from bench.loco import run as loco
+from bench.loco.runs import METHODS
 from bench.shards.model import Layout, Model, ModelSize
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.codecs.choose import CODECS
@@ -275,15 +276,13 @@ def test_a_model_in_shares(capsys: pytest.CaptureFixture[str]) -> None:
 def test_trainers_by_every_method(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes against each method's definition; the trainers compare their digests after every round."""
     monkeypatch.setattr(loco, "PRETRAIN", 120)
-    monkeypatch.setattr(loco, "MODEL_LRS", (3e-6,))
-    monkeypatch.setattr(loco, "MODEL_VALUES", ("float32",))
-    command = ["loco", "--seeds", "1", "--steps", "16", "--task", "noisy sums", "--model", "tiny"]
+    command = ["loco", "--seeds", "1", "--steps", "16", "--task", "noisy sums"]
     with pytest.raises(SystemExit) as exit_info:
-        main([*command, "--rounds", "1", "--json"])
+        main([*command, "--json"])
     assert exit_info.value.code == 0
     found = json.loads(capsys.readouterr().out)
     runs = {run["way"]["name"]: run for run in found["runs"]}
-    assert list(runs) == ["DDP", "DDP, lr × 7", *loco.METHODS]
+    assert list(runs) == ["DDP", "DDP, lr × 7", *METHODS]
     dense = 4 * runs["DDP"]["elements"]
     assert runs["DDP"]["sent_nbytes"] == [dense] * 16
     assert runs["DiLoCo"]["sent_nbytes"] == [dense] * 2
@@ -297,12 +296,6 @@ def test_trainers_by_every_method(capsys: pytest.CaptureFixture[str], monkeypatc
     before = {run["rewards"][0] for run in found["runs"]}
     assert len(before) == 1
     assert all(len(run["rewards"]) == 2 and 0 < run["rewards"][1] < 1 for run in found["runs"])
-    (model,) = found["models"]
-    (sent,), (nbytes,), (entropy,) = model["sent"], model["sent_nbytes"], model["position_bits"]
-    assert 0 < sent < model["elements"]
-    assert 0 < entropy < model["elements"]
-    assert nbytes < 4 * sent + model["elements"] / 8 + 4096  # float32 values and a bit for each position
-    assert all(second > 0 for part in model["seconds"].values() for second in part.values())
 
 
 @pytest.mark.parametrize(
