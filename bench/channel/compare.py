@@ -11,9 +11,7 @@ A time is from the start of sending until the receiver has the version, proved b
 digests of both ranks are compared after each version, outside the times.
 """
 
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -123,8 +121,10 @@ def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progres
         progress(0, 1, "starting")
         ranks = []
         for place in range(2):
-            ranks.append(_rank(network, place, layers))
-            stack.callback(ranks[-1].end)
+            settings = {"rank": place, "layers": layers, "address": f"tcp://{network.hub(1)}:{PORT}"}
+            device = {"GLOO_SOCKET_IFNAME": "hub" if place else "w1"}
+            process = Process(f"rank {place}", network, place, "bench.channel.ranks", settings, device)
+            ranks.append(stack.enter_context(process))
         first, _ = (rank.answer() for rank in ranks)
         elements = int(first["elements"])
         plan = [
@@ -182,10 +182,3 @@ def _result(rate: float, method: str, sent: list[dict[str, Any]], received: list
         codecs="/".join(sorted({one["codec"] for one in sent if one.get("codec")})) or "–",
         model=model,
     )
-
-
-def _rank(network: Network, place: int, layers: int) -> Process:
-    """A process of `ranks` in a namespace."""
-    settings = {"rank": place, "layers": layers, "address": f"tcp://{network.hub(1)}:{PORT}"}
-    command = [sys.executable, "-m", "bench.channel.ranks", json.dumps(settings)]
-    return Process(f"rank {place}", network, place, command, {"GLOO_SOCKET_IFNAME": "hub" if place else "w1"})

@@ -1,20 +1,16 @@
-"""The processes of the benchmark: `python -m bench.channel.ranks SETTINGS`. Rank 0 sends, rank 1 receives.
-
-Each prints a line when it is ready, then reads orders, each a line with an `Order` in JSON, and answers each with a
-line of JSON. They end when their standard input does. See `compare` for what is measured.
-"""
+"""The ranks of the benchmark: rank 0 sends, rank 1 receives. `compare` says what is measured."""
 
 import json
 import sys
 import time
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 import pulse_rl as pulse
 from bench.channel.compare import PARTS, Order
+from bench.link.orders import answer, orders
 from bench.roles import live_weights, masters, step
 
 
@@ -22,16 +18,10 @@ def main(rank: int, layers: int, address: str) -> None:
     dist.init_process_group("gloo", address, rank=rank, world_size=2)
     generator = torch.Generator().manual_seed(0)
     weights = masters(layers, generator) if rank == 0 else live_weights(layers)
-    _answer({"elements": sum(tensor.numel() for tensor in weights.values())})
-    for line in sys.stdin:
-        order = msgspec.json.decode(line, type=Order)
-        _answer(
-            {
-                "versions": _dense(rank, weights, generator, order)
-                if order.method == "dense"
-                else _channel(rank, weights, generator, order)
-            }
-        )
+    answer({"elements": sum(tensor.numel() for tensor in weights.values())})
+    for order in orders(Order):
+        send = _dense if order.method == "dense" else _channel
+        answer({"versions": send(rank, weights, generator, order)})
 
 
 def _dense(
@@ -91,10 +81,6 @@ def _channel(
             | {part: getattr(report, part) for part in PARTS}
         )
     return found
-
-
-def _answer(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 from bench.link.network import Network
 from bench.link.processes import Process
+from bench.link.store import BUCKET, access
 from pulse_rl.flow import metrics
 
 HERE = Path(__file__).parent
-S3, BUCKET, RAY = 9000, "bench", 6379  # in a new namespace every port is free
+RAY = 6379  # in a new namespace every port is free
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8}
 HUB, FAR = 0, 1
 BOTH = """
@@ -68,13 +69,12 @@ def cluster(rate: float, *, delay_ms: float = 0.0, store: bool = False) -> Itera
     """
     with Network(1, delay_s=delay_ms / 2000) as network, ExitStack() as stack:
         hub = network.hub(1)
-        environment = _environment(hub)
+        kept = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+        # Nobody else is in these networks.
+        environment = kept | access(hub) | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         address, far = f"{hub}:{RAY}", f"{hub.rpartition('.')[0]}.2"
         if store:
-            serve = [sys.executable, "-m", "bench.trainers.rank", "store", "{}"]
-            process = Process("store", network, HUB, serve, {})
-            stack.callback(process.end)
-            process.answer()
+            stack.enter_context(Process("store", network, HUB, "bench.link.store", {}, {})).answer()
         head = ["--head", f"--port={RAY}", "--include-dashboard=false", f"--temp-dir=/tmp/far-{os.getpid()}"]
         head += ['--resources={"hub": 1}']
         join = [f"--address={address}", '--resources={"far": 1}']
@@ -178,19 +178,6 @@ def _model(where: Path) -> int:
     llama.save_pretrained(where)
     tokenizer.save_pretrained(where)
     return sum(parameter.numel() for parameter in llama.parameters())
-
-
-def _environment(hub: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
-    return kept | {
-        "AWS_ENDPOINT_URL": f"http://{hub}:{S3}",
-        "AWS_ACCESS_KEY_ID": "bench",
-        "AWS_SECRET_ACCESS_KEY": "bench",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "disabled",  # nobody else is in these networks
-    }
 
 
 def _beside(program: str) -> str:

@@ -12,9 +12,7 @@ those of `python -m bench sync`. Three methods send a version:
 All processes read one clock, CLOCK_MONOTONIC, which namespaces share. Links add no latency but that of their queue.
 """
 
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,6 +23,7 @@ import msgspec
 
 from bench.link.network import Network
 from bench.link.processes import Process
+from bench.link.store import BUCKET, access
 from bench.report import Progress, Table, ms
 from pulse_rl.errors import IntegrityError, require
 from pulse_rl.units import nbytes
@@ -32,8 +31,6 @@ from pulse_rl.units import nbytes
 Method: TypeAlias = Literal["full", "gap", "context"]
 
 WORKERS = 2
-PORT = 5000  # of the store; in a new namespace every port is free
-BUCKET = "link"
 FULL_S = 120.0  # longest that full checkpoints may take at one rate; one is always sent
 
 
@@ -109,17 +106,18 @@ def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progres
         tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as directory,
         ExitStack() as stack,
     ):
-        where = Path(directory)
+
+        def start(role: str, place: int) -> Process:
+            own = Path(directory) / f"{role}-{place}"
+            own.mkdir()
+            settings = {"role": role, "directory": str(own), "layers": layers}
+            host = access(network.hub(place) if place else "127.0.0.1")
+            return stack.enter_context(Process(role, network, place, "bench.link.roles", settings, host))
+
         progress(0, 1, "starting")
-        store = _process("store", network, 0, where, {})
-        stack.callback(store.end)
-        store.answer()
-        publisher = _process("publisher", network, 0, where, {"layers": layers})
-        stack.callback(publisher.end)
-        subscribers = []
-        for worker in range(1, WORKERS + 1):
-            subscribers.append(_process("subscriber", network, worker, where, {"layers": layers}))
-            stack.callback(subscribers[-1].end)
+        stack.enter_context(Process("store", network, 0, "bench.link.store", {}, {})).answer()
+        publisher = start("publisher", 0)
+        subscribers = [start("subscriber", worker) for worker in range(1, WORKERS + 1)]
         elements = publisher.answer()["elements"]
         for subscriber in subscribers:
             subscriber.answer()
@@ -181,19 +179,3 @@ def _measure(
         load_s=median("load_s") if method == "full" else None,
         locked_s=median("locked_s"),
     )
-
-
-def _process(role: str, network: Network, place: int, directory: Path, settings: dict[str, object]) -> Process:
-    """A process of `roles` in a namespace."""
-    place_directory = directory / f"{role}-{place}"
-    place_directory.mkdir()
-    own = json.dumps(settings | {"directory": str(place_directory)})
-    access = {
-        "AWS_ENDPOINT_URL": f"http://{network.hub(place) if place else '127.0.0.1'}:{PORT}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-    }
-    command = [sys.executable, "-m", "bench.link.roles", role, own]
-    return Process(role, network, place, command, access, hidden="AWS_", errors=place_directory / "stderr")

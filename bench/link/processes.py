@@ -3,8 +3,8 @@
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,11 +15,10 @@ from pulse_rl.errors import ProcessDiedError
 
 
 class Process:
-    """A process that reads orders from its standard input and answers each with a line on its standard output.
+    """`python -m MODULE SETTINGS`, which prints a line of JSON when it is ready, and one for each order (`orders`).
 
     name: for errors. place: its namespace. environment: beside that of this process, without its proxies, which cannot
-    be reached from a namespace, and without its variables that begin with `hidden`. errors: a file for what it writes
-    to its standard error; None: it goes where this process's goes.
+    be reached from a namespace, and without its access to stores. A context manager, which kills it.
     """
 
     def __init__(
@@ -27,33 +26,32 @@ class Process:
         name: str,
         network: Network,
         place: int,
-        command: Sequence[str],
+        module: str,
+        settings: Mapping[str, object],
         environment: Mapping[str, str],
-        *,
-        hidden: str | None = None,
-        errors: Path | None = None,
     ) -> None:
-        self._name, self._errors = name, errors
+        self._name = name
         kept = {
             key: value
             for key, value in os.environ.items()
-            if not key.lower().endswith("_proxy") and not (hidden and key.startswith(hidden))
+            if not key.lower().endswith("_proxy") and not key.startswith("AWS_")
         }
-        stderr = errors.open("w") if errors else None
-        try:
-            self._process = subprocess.Popen(
-                network.inside(place, list(command)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**kept, **environment},
-                cwd=ROOT,
-                text=True,
-                process_group=0,  # Ctrl-C is for the benchmark, which ends every process
-            )
-        finally:
-            if stderr is not None:
-                stderr.close()
+        self._process = subprocess.Popen(
+            network.inside(place, [sys.executable, "-m", module, json.dumps(settings)]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**kept, **environment},
+            cwd=ROOT,
+            text=True,
+            process_group=0,  # Ctrl-C is for the benchmark, which ends every process
+        )
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
 
     def order(self, order: msgspec.Struct) -> None:
         assert self._process.stdin is not None
@@ -65,15 +63,9 @@ class Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait()
-            said = self._errors.read_text().strip().splitlines()[-1:] if self._errors else ["its error is above"]
-            why = said[0] if said else "no message"
             raise ProcessDiedError(
-                f"the {self._name} of the benchmark ended with exit code {code}: {why}", process=self._name
+                f"the {self._name} of the benchmark ended with exit code {self._process.wait()}: its error is above",
+                process=self._name,
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()

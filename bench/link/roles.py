@@ -1,23 +1,17 @@
-"""The processes of the benchmark: `python -m bench.link.roles store|publisher|subscriber SETTINGS`.
-
-Each prints a line when it is ready. Publisher and subscriber then read orders, each a line with an `Order` in JSON, and
-answer each with a line of JSON. They end when their standard input does. See `measure` for what is measured and how.
-"""
+"""The publisher and the subscribers of the benchmark; `measure` says what is measured and how."""
 
 import json
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 import pulse_rl as pulse
-from bench.link.measure import BUCKET, PORT, Order
+from bench.link.measure import Order
+from bench.link.orders import answer, orders
 from bench.roles import live_weights, masters, step, warm
 from pulse_rl.sync.subscribe.polling import POLL_S
 
@@ -25,52 +19,32 @@ PART_NBYTES = 8 << 20  # a checkpoint is uploaded in parts of this size
 WAIT_S = 3600.0  # longest wait for a version
 
 
-def store(directory: str) -> None:
-    """An S3 service on all addresses, with one bucket."""
-    from moto.server import ThreadedMotoServer
-
-    tempfile.tempdir = directory  # moto keeps large objects in temporary files
-    ThreadedMotoServer("0.0.0.0", PORT, verbose=False).start()
-    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{PORT}/{BUCKET}", method="PUT")).close()
-    _answer({})
-    sys.stdin.read()
-
-
-def _answer(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def _orders(elements: int) -> Iterator[Order]:
-    _answer({"elements": elements})
-    for line in sys.stdin:
-        yield msgspec.json.decode(line, type=Order)
-
-
 def publisher(directory: str, layers: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = masters(layers, generator)
     warm()
     file = Path(directory) / "saved.safetensors"
-    for order in _orders(sum(tensor.numel() for tensor in weights.values())):
+    answer({"elements": sum(tensor.numel() for tensor in weights.values())})
+    for order in orders(Order):
         if order.version == 0:
             bucket = pulse.open_store(order.history)
             sender = None
             if order.method != "full":
                 sender = pulse.Publisher(bucket, cast="bfloat16", codec=order.method, anchor_every=10**9)
                 sender.publish(weights, version=0)
-            _answer({})
+            answer({})
             continue
         step(weights, generator)
         start = time.monotonic()
         if sender:
             report = sender.publish(weights, version=order.version)
             seconds = time.monotonic() - start
-            answer = {"nbytes": report.sent_nbytes, "digest": report.digest, "density": report.density}
+            found = {"nbytes": report.sent_nbytes, "digest": report.digest, "density": report.density}
         else:
             nbytes = _publish_full(bucket, order.version, weights, file)
             seconds = time.monotonic() - start
-            answer = {"nbytes": nbytes, "digest": pulse.digest(_cast(weights))}
-        _answer(answer | {"start": start, "seconds": seconds})
+            found = {"nbytes": nbytes, "digest": pulse.digest(_cast(weights))}
+        answer(found | {"start": start, "seconds": seconds})
 
 
 def _cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -97,7 +71,8 @@ def subscriber(directory: str, layers: int) -> None:
         tensor.copy_(start.pop(name))  # the publisher's first version
     warm()
     file = Path(directory) / "loaded.safetensors"
-    for order in _orders(sum(tensor.numel() for tensor in live.values())):
+    answer({})
+    for order in orders(Order):
         if order.version == 0:
             bucket = pulse.open_store(order.history)
             receiver = None
@@ -108,12 +83,12 @@ def subscriber(directory: str, layers: int) -> None:
                 report = receiver.sync(live)
                 if report.route != "none":
                     raise ValueError(f"expected to hold version 0 already, found the route {report.route}")
-            _answer({})
+            answer({})
         elif receiver:
             receiver.wait(order.version, WAIT_S)
             report = receiver.sync(live)
             proved = time.monotonic()
-            _answer(
+            answer(
                 {
                     "proved": proved,
                     "nbytes": report.fetched_nbytes,
@@ -126,7 +101,7 @@ def subscriber(directory: str, layers: int) -> None:
                 }
             )
         else:
-            _answer(_sync_full(bucket, order.version, live, file) | {"digest": pulse.digest(live)})
+            answer(_sync_full(bucket, order.version, live, file) | {"digest": pulse.digest(live)})
 
 
 def _sync_full(bucket: Any, version: int, live: dict[str, torch.Tensor], file: Path) -> dict[str, Any]:
@@ -154,7 +129,8 @@ def _sync_full(bucket: Any, version: int, live: dict[str, torch.Tensor], file: P
     }
 
 
-ROLES: dict[str, Callable[..., None]] = {"store": store, "publisher": publisher, "subscriber": subscriber}
+ROLES: dict[str, Callable[[str, int], None]] = {"publisher": publisher, "subscriber": subscriber}
 
 if __name__ == "__main__":
-    ROLES[sys.argv[1]](**json.loads(sys.argv[2]))
+    settings = json.loads(sys.argv[1])
+    ROLES[settings["role"]](settings["directory"], settings["layers"])

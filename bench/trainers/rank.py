@@ -1,26 +1,20 @@
-"""The processes of the benchmark: `python -m bench.trainers.rank store|trainer SETTINGS`.
-
-Each prints a line when it is ready. A trainer then reads orders, each a line with an `Order` in JSON, and answers each
-with a line of JSON. They end when their standard input does. See `rounds` for what is measured.
-"""
+"""The trainers of the benchmark; `rounds` says what is measured."""
 
 import json
-import logging
-import os
 import sys
 import time
-import urllib.request
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 import pulse_rl as pulse
+from bench.link.orders import answer, orders
+from bench.link.store import BUCKET
 from bench.roles import WEIGHT_STD, shapes, step
-from bench.trainers.rounds import BUCKET, PORT, STORE_PORT, SYNC_EVERY, TRAINERS, Order
+from bench.trainers.rounds import PORT, SYNC_EVERY, TRAINERS, Order
 
 VOCABULARY = 4096  # of the model's embedding: dense methods must end in a time that one can wait for
 BUCKET_NBYTES = 25 << 20  # DDP's
@@ -49,33 +43,14 @@ class Model(torch.nn.Module):
             self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(values))
 
 
-def store() -> None:
-    """An S3 service on all addresses, with one bucket."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it would print a line for every request
-    ThreadedMotoServer("0.0.0.0", STORE_PORT, verbose=False).start()
-    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{STORE_PORT}/{BUCKET}", method="PUT")).close()
-    _answer({})
-    sys.stdin.read()
-
-
-def trainer(rank: int, layers: int, store: str) -> None:
-    os.environ |= {
-        "AWS_ENDPOINT_URL": store,
-        "AWS_ACCESS_KEY_ID": "bench",
-        "AWS_SECRET_ACCESS_KEY": "bench",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-    }
+def main(rank: int, layers: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://10.0.1.2:{PORT}", rank=rank, world_size=TRAINERS)
-    _answer({"elements": sum(parameter.numel() for parameter in Model(layers).parameters())})
-    for line in sys.stdin:
-        order = msgspec.json.decode(line, type=Order)
+    answer({"elements": sum(parameter.numel() for parameter in Model(layers).parameters())})
+    for order in orders(Order):
         model = Model(layers)
         rounds = _ddp(model) if order.method == "ddp" else _rounds(model, rank, order)
-        _answer({"rounds": rounds})
+        answer({"rounds": rounds})
 
 
 def _rounds(model: Model, rank: int, order: Order) -> list[dict[str, Any]]:
@@ -120,10 +95,5 @@ def _sent_nbytes() -> int:
     return next(int(line.split()[9]) for line in Path("/proc/net/dev").read_text().splitlines() if "hub:" in line)
 
 
-def _answer(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    role, settings = sys.argv[1:]
-    store() if role == "store" else trainer(**json.loads(settings))
+    main(**json.loads(sys.argv[1]))

@@ -12,10 +12,8 @@ A round's time is from the first trainer's start to the last one's end; all read
 trainer's network device, with all headers. The digests of all trainers are compared after each round.
 """
 
-import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +22,7 @@ import msgspec
 
 from bench.link.network import Network
 from bench.link.processes import Process
+from bench.link.store import access
 from bench.report import Progress, Table
 from pulse_rl.errors import IntegrityError
 from pulse_rl.units import nbytes
@@ -31,7 +30,7 @@ from pulse_rl.units import nbytes
 TRAINERS = 4
 SYNC_EVERY = 8  # inner steps a round
 METHODS = ("pulse", "pulse, store", "diloco", "ddp")
-PORT, STORE_PORT, BUCKET = 29500, 9000, "bench"  # in a new namespace every port is free
+PORT = 29500  # in a new namespace every port is free
 
 
 class MethodResult(msgspec.Struct, frozen=True):
@@ -94,15 +93,13 @@ def run(*, rates: Sequence[float], rounds: int, layers: int, progress: Progress)
     with Network(TRAINERS) as network, ExitStack() as stack:
         progress(0, 1, "starting")
         _route(network)
-        store = Process("store", network, 0, _command("store", {}), {})
-        stack.callback(store.end)
-        store.answer()
+        stack.enter_context(Process("store", network, 0, "bench.link.store", {}, {})).answer()
         ranks = []
         for rank in range(TRAINERS):
-            settings = {"rank": rank, "layers": layers, "store": f"http://{network.hub(rank + 1)}:{STORE_PORT}"}
-            command = _command("trainer", settings)
-            ranks.append(Process(f"trainer {rank}", network, rank + 1, command, {"GLOO_SOCKET_IFNAME": "hub"}))
-            stack.callback(ranks[-1].end)
+            settings, place = {"rank": rank, "layers": layers}, rank + 1
+            environment = {"GLOO_SOCKET_IFNAME": "hub"} | access(network.hub(place))
+            process = Process(f"trainer {rank}", network, place, "bench.trainers.rank", settings, environment)
+            ranks.append(stack.enter_context(process))
         elements = int([rank.answer() for rank in ranks][-1]["elements"])
         plan = [(rate, method) for rate in sorted(rates, reverse=True) for method in METHODS]
         for done, (rate, method) in enumerate(plan):
@@ -135,10 +132,6 @@ def _result(rate: float, method: str, ranks: list[list[dict[str, Any]]]) -> Meth
         nbytes=int(factor * statistics.median(one["nbytes"] for rank in ranks for one in rank)),
         seconds=factor * statistics.median(seconds),
     )
-
-
-def _command(role: str, settings: dict[str, object]) -> list[str]:
-    return [sys.executable, "-m", "bench.trainers.rank", role, json.dumps(settings)]
 
 
 def _route(network: Network) -> None:
