@@ -60,6 +60,11 @@ def keep(name: str, run: Path, study: Path, facts: Mapping[str, str]) -> Path:
     return path
 
 
+def lines(name: str) -> list[dict[str, str]]:
+    """The lines of bench/evidence/NAME.tsv, by column."""
+    return list(csv.DictReader((HERE / f"{name}.tsv").read_text().splitlines(), delimiter="\t"))
+
+
 def read(path: Path) -> Run:
     """A run that was kept."""
     lines = path.read_text().splitlines()

@@ -8,16 +8,15 @@ writing), fewer of two steps.
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import pulse_rl as pulse
+from bench.evidence.keep import lines
 from bench.evidence.markdown import table
 from bench.report import CODECS, PatchCodec, processor_time
 from pulse_rl.units import nbytes, seconds
 
-KEPT = Path(__file__).with_name("larger.tsv")
 BASE, COPIES, ROUNDS = 100, (1, 2, 4, 8), 2  # the fourth version would have a skip patch
 COLUMNS = ("elements", "codec", "changes", "nbytes", "publish_s", "sync_s")
 
@@ -54,8 +53,8 @@ def _steps(store: str, copies: int, codec: PatchCodec) -> tuple[int, str, int, i
 def larger() -> str:
     """The table: measured, and of that what the planner says for one thread."""
     rows = []
-    for line in KEPT.read_text().splitlines()[1:]:
-        elements, codec, changes, size, publish, sync = line.split("\t")
+    for line in lines("larger"):
+        elements, codec, changes, size, publish, sync = (line[column] for column in COLUMNS)
         density = int(changes) / int(elements)
         plans = pulse.plan(params=int(elements), density=density, bandwidth=1e9, compute_s=1.0).weights
         planned = next(each for each in plans if each.name == codec)

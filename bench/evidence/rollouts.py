@@ -3,16 +3,15 @@
 A line for each step of each run: its reward, and how far the policy that sampled is from the one that is trained.
 """
 
-import csv
 import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+from bench.evidence.keep import lines
 from bench.evidence.markdown import mean, spread, table
 from pulse_rl.flow import metrics, recipe_file
 
-KEPT = Path(__file__).with_name("rollouts.tsv")
 MEASURED = ("reward", "kl", "ratio", "clipped")
 PARTS = 4  # of a run: the reward of the first and of the last is shown
 
@@ -29,9 +28,9 @@ def measure(run: Path) -> None:
 def rollouts() -> str:
     """The table: means over the seeds, and the standard deviation between them."""
     runs = defaultdict[str, dict[str, list[dict[str, str]]]](lambda: defaultdict(list))
-    for row in csv.DictReader(KEPT.read_text().splitlines(), delimiter="\t"):
+    for row in lines("rollouts"):
         runs[row["view"]][row["seed"]].append(row)
-    lines = []
+    found = []
     for view, seeds in runs.items():
         steps = len(next(iter(seeds.values())))
         part = steps // PARTS
@@ -41,9 +40,9 @@ def rollouts() -> str:
         gained = [end - begin for begin, end in zip(first, last, strict=True)]
         kl, ratio, clipped = (statistics.fmean(mean(rows, name) for rows in seeds.values()) for name in MEASURED[1:])
         away = (f"{kl:.4f}", f"{ratio:.4f}", f"{clipped:.2%}")
-        lines.append([view.upper(), f"{len(seeds)} × {steps}", *map(spread, (first, last, gained)), *away])
+        found.append([view.upper(), f"{len(seeds)} × {steps}", *map(spread, (first, last, gained)), *away])
     head = ("workers sample with", "seeds × steps", "reward, first quarter", "last quarter", "gained")
-    return table((*head, "KL, nats a token", "mean ratio", "tokens cut"), lines)
+    return table((*head, "KL, nats a token", "mean ratio", "tokens cut"), found)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ Patches from a few versions of a history to those 1, 2, 4, … 32 steps later, b
 values as SparseRL-Sync sends them (arXiv 2605.07330): 4 bytes for an index and 2 for a value.
 """
 
-import statistics
 import sys
-from pathlib import Path
 
 import pulse_rl as pulse
-from bench.evidence.markdown import table
+from bench.evidence.keep import lines
+from bench.evidence.markdown import mean, table
 from pulse_rl.units import seconds
 
-KEPT = Path(__file__).with_name("spans.tsv")
 SPANS, BASES = (1, 2, 4, 8, 16, 32), (64, 160, 256, 352)
 COLUMNS = ("base", "steps", "elements", "changes", "context", "gap")
 PLAIN_NBYTES, BF16_NBYTES = 6, 2
@@ -37,17 +35,16 @@ def measure(store: str) -> None:
 
 def means() -> list[tuple[int, float, float, float]]:
     """Steps, changes, bytes by `context` and by `gap`: means over the bases."""
-    rows = [[int(cell) for cell in line.split("\t")] for line in KEPT.read_text().splitlines()[1:]]
     found = []
     for steps in SPANS:
-        changes, context, gap = (statistics.fmean(row[i] for row in rows if row[1] == steps) for i in (3, 4, 5))
-        found.append((steps, changes, context, gap))
+        rows = [line for line in lines("spans") if line["steps"] == str(steps)]
+        found.append((steps, mean(rows, "changes"), mean(rows, "context"), mean(rows, "gap")))
     return found
 
 
 def spans() -> str:
     """The table."""
-    elements = int(KEPT.read_text().splitlines()[1].split("\t")[2])
+    elements = int(lines("spans")[0]["elements"])
     rows = []
     for steps, changes, context, gap in means():
         dense, plain = BF16_NBYTES * elements, PLAIN_NBYTES * changes

@@ -8,7 +8,6 @@ reward on problems that no trainer saw: of the likeliest answers, and of some th
 takes ten minutes a run, and is left out with `--rewards`.
 """
 
-import csv
 import statistics
 import sys
 from collections import defaultdict
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 
 import pulse_rl as pulse
+from bench.evidence.keep import lines
 from bench.evidence.markdown import mean, spread, table
 from pulse_rl.flow import metrics, model, policy, recipe_file
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.tasks import Problem, ProblemStream
 
-KEPT = Path(__file__).with_name("trainers.tsv")
 RUN = ("method", "lr", "trainers", "overlap", "seed")
 COLUMNS = (*RUN, "step", "reward", "sent_nbytes", "dense_nbytes", "greedy", "sampled")
 METHODS = {"pulse": "**PULSELoCo**", "published": "PULSELoCo as published", "diloco": "DiLoCo", "ddp": "DDP"}
@@ -96,7 +95,7 @@ def _scores(run: Path, recipe: Recipe, last: dict[str, Any]) -> dict[int, tuple[
 def trainers() -> str:
     """The table: each method's mean over its seeds, and the standard deviation between them."""
     several = list[list[dict[str, str]]]()
-    for row in csv.DictReader(KEPT.read_text().splitlines(), delimiter="\t"):
+    for row in lines("trainers"):
         if row["step"] == "0":  # a run begins
             several.append([])
         several[-1].append(row)
@@ -104,7 +103,7 @@ def trainers() -> str:
     for rows in several:  # runs of one length together
         runs[(*(rows[0][column] for column in RUN[:-1]), rows[-1]["step"])][rows[0]["seed"]] = rows
     gains = {kind: {seed: _gain(rows) for seed, rows in seeds.items()} for kind, seeds in runs.items()}
-    lines = []
+    shown = []
     for kind, seeds in runs.items():
         method, lr, trainers, overlap, steps = kind
         rows = [row for each in seeds.values() for row in each[1:]]
@@ -112,7 +111,7 @@ def trainers() -> str:
         first, last = ([each[end] for each in seeds.values()] for end in (0, -1))
         gained, diloco = gains[kind], gains.get(("diloco", lr, trainers, "0", steps), {})
         same = [diloco[seed] for seed in gained if seed in diloco]  # from the same first bits, with the same problems
-        lines.append(
+        shown.append(
             [
                 f"{METHODS[method]}, {lr.replace('e-0', 'e-')}" + f", overlap {overlap}" * (overlap != "0"),
                 trainers,
@@ -125,7 +124,7 @@ def trainers() -> str:
             ]
         )
     head = ("method, lr", "trainers", "seeds × steps", "gained", "of DiLoCo's", "unseen, likeliest", "unseen, sampled")
-    return table((*head, "a trainer and round", "less than DiLoCo"), lines)
+    return table((*head, "a trainer and round", "less than DiLoCo"), shown)
 
 
 def _change(first: list[dict[str, str]], last: list[dict[str, str]], column: str) -> str:
