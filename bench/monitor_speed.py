@@ -1,6 +1,6 @@
 """What SparsityMonitor costs a training loop: python -m bench.monitor_speed [STEPS]
 
-Supervised AdamW steps of SmolLM2-135M (those of sft.py) on 64 answers each, the number of completions per step of
+Supervised steps of SmolLM2-135M (`supervised`) on 64 answers each, the number of completions per step of
 `pulse-rl train`, with float32 masters, on one thread. The first measurement of a process compiles and is not counted.
 """
 
@@ -10,8 +10,7 @@ import time
 
 import torch
 
-from bench.supervised import loss
-from pulse_rl.flow import model, tasks
+from bench.supervised import Supervised
 from pulse_rl.study import SparsityMonitor
 
 BATCH = 64
@@ -19,18 +18,12 @@ BATCH = 64
 
 def main(steps: int) -> None:
     torch.set_num_threads(1)
-    loaded = model.load("smollm2", seed=0, dither=0)
-    task = tasks.ProblemStream("chain_sum", 0)
-    parameters = list(loaded.model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=3e-6, betas=(0.9, 0.999), weight_decay=0, fused=True)
-    monitor = SparsityMonitor(loaded.model)
+    trained = Supervised("smollm2", 3e-6, BATCH)
+    monitor = SparsityMonitor(trained.model)
     measured, others = [], []
     for step in range(steps + 1):
         begun = time.perf_counter()
-        loss(loaded, [task.problem(step * BATCH + k) for k in range(BATCH)]).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        trained.step()
         stepped = time.perf_counter()
         found = monitor.step()
         assert found is not None

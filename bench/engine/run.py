@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from bench.engine.server import DEVICE, Load, Server, served
-from bench.engine.versions import Replayed, Source, Trained
+from bench.engine.versions import Replayed, Trained
 from bench.engine.worker import write_patch
 from bench.report import Progress, Table, ms, times
 from pulse_rl.engines.client import EngineClient
@@ -307,7 +307,7 @@ class _Bench:
         self._directory, self.log, self.store = directory, directory / "vllm.log", directory / "store"
         assets = directory / "assets"
         assets.mkdir()
-        self._source: Source = Replayed(store, assets) if store is not None else Trained(model, lr)
+        self._source: Replayed | Trained = Replayed(store, assets) if store is not None else Trained(model, lr)
         self._publisher = Publisher(
             self.store, anchor_every=1000, views=views, baseline="host" if DEVICE == "cpu" else "device"
         )
