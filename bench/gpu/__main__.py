@@ -15,138 +15,55 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from bench.gpu.children import Keep, Report, Results
+from bench.gpu.children import Options, Report, Results
 
 TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_gpu_coding.py", "tests/kernels/test_gpu_versions.py")
 RUN_S = 300.0  # that are kept for the runs of RL and the tests
 
 
-class Options(NamedTuple):
-    """What is measured."""
-
-    elements: int
-    version_elements: int
-    cpu_elements: int
-    rounds: int
-    steps: int
-    inner_steps: int
-    seconds: float
-    emulated: bool
-
-
 class Section(NamedTuple):
-    """A part of the benchmark."""
+    """A part of the benchmark, measured in a process for itself: no other one misses what it needs."""
 
     limit: float  # seconds
-    measure: Callable[[Options, Keep], None]  # in a process for itself
-    environment: tuple[tuple[str, str], ...] = ()
+    measure: str  # module of bench.gpu, and its function of `Options` and a `Keep`
+    given: dict[str, Any]  # what else it takes
+    environment: Mapping[str, str] | None = None
 
 
-# Each imports what it needs: the others run where that is missing or broken.
-
-
-def _machine(options: Options, keep: Keep) -> None:
-    from bench.gpu.machine import measure_machine
-
-    measure_machine(keep)
-
-
-def _kernels(options: Options, keep: Keep) -> None:
-    from bench.gpu.bandwidth import measure_kernels
-
-    measure_kernels(options.elements, options.rounds, keep)
-
-
-def _peers(options: Options, keep: Keep) -> None:
-    from bench.gpu.bandwidth import measure_peers
-
-    measure_peers(options.elements, options.rounds, keep)
-
-
-def _cast(options: Options, keep: Keep) -> None:
-    from bench.gpu.bandwidth import measure_cast
-
-    measure_cast(options.elements, options.rounds, keep)
-
-
-def _coder(options: Options, keep: Keep) -> None:
-    from bench.gpu.coder import measure_coder
-
-    measure_coder(options.elements, options.cpu_elements, keep)
-
-
-def _versions(
-    options: Options,
-    keep: Keep,
-    *,
-    kept_on: Literal["host", "pinned", "device"],
-    codec: Literal["context", "gap"],
-    whole: bool = False,
-    tensors: int | None = None,
-    stack: tuple[int, ...] = (),
-) -> None:
-    from bench.gpu.bandwidth import fitting
-    from bench.gpu.library import SHARES, measure_versions
-    from bench.gpu.synthetic import alike, shapes_of
-
-    elements, shares = (options.elements, SHARES[:1]) if whole else (options.version_elements, SHARES)
-    elements = fitting(elements)
-    shapes = shapes_of(elements) if tensors is None else alike(tensors, elements, *stack)
-    measure_versions(shapes, shares, kept_on, codec, keep, held=whole)
-
-
-def _one_rank(options: Options, keep: Keep) -> None:
-    from bench.gpu.one_rank import measure_collectives
-
-    measure_collectives(keep)
-
-
-def _where(options: Options) -> str:
-    return "cpu" if options.emulated else "cuda"
-
-
-def _grpo(options: Options, keep: Keep, *, lr: float) -> None:
-    from bench.gpu.grpo_run import measure_run
-
-    measure_run(_where(options), options.steps, options.seconds, lr, keep)
-
-
-def _rounds(options: Options, keep: Keep, *, method: Literal["pulse", "diloco"]) -> None:
-    from bench.gpu.loco_run import measure_rounds
-
-    measure_rounds(_where(options), options.inner_steps, options.seconds, method, keep)
+def _versions(limit: float, codec: str, kept_on: str = "device", **given: Any) -> Section:
+    return Section(limit, "library.measure_versions", {"codec": codec, "kept_on": kept_on, **given})
 
 
 SECTIONS = {
-    "machine": Section(60, _machine),
-    "kernels": Section(100, _kernels),
-    "peers": Section(100, _peers),
-    "context": Section(90, _coder, (("PULSE_THREADS", "1"),)),  # the CPU's coder is measured on one core
-    "cast": Section(45, _cast),
-    "nccl_one_rank": Section(45, _one_rank),
-    "publish_7b_context": Section(110, partial(_versions, kept_on="device", codec="context", whole=True)),
-    "publish_7b_gap": Section(110, partial(_versions, kept_on="device", codec="gap", whole=True)),
-    "publish_context": Section(70, partial(_versions, kept_on="device", codec="context")),
-    "publish_gap": Section(70, partial(_versions, kept_on="device", codec="gap")),
-    "publish_pinned": Section(70, partial(_versions, kept_on="pinned", codec="gap")),
-    "publish_300_tensors": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=300)),
-    "publish_18867_tensors": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=18_867)),
-    "publish_experts": Section(70, partial(_versions, kept_on="device", codec="gap", tensors=20, stack=(128,))),
-    "publish_host": Section(70, partial(_versions, kept_on="host", codec="gap")),
+    "machine": Section(60, "machine.measure_machine", {}),
+    "kernels": Section(100, "bandwidth.measure_kernels", {}),
+    "peers": Section(100, "bandwidth.measure_peers", {}),
+    "context": Section(90, "coder.measure_coder", {}, {"PULSE_THREADS": "1"}),  # the CPU's is measured on one core
+    "cast": Section(45, "bandwidth.measure_cast", {}),
+    "nccl_one_rank": Section(45, "one_rank.measure_collectives", {}),
+    "publish_7b_context": _versions(110, "context", whole=True),
+    "publish_7b_gap": _versions(110, "gap", whole=True),
+    "publish_context": _versions(70, "context"),
+    "publish_gap": _versions(70, "gap"),
+    "publish_pinned": _versions(70, "gap", "pinned"),
+    "publish_300_tensors": _versions(70, "gap", tensors=300),
+    "publish_18867_tensors": _versions(70, "gap", tensors=18_867),
+    "publish_experts": _versions(70, "gap", tensors=20, stack=(128,)),
+    "publish_host": _versions(70, "gap", "host"),
 }
 # These run side by side, after all others: no speed is measured any more.
-_FEW_THREADS = (("PULSE_THREADS", "3"), ("OMP_NUM_THREADS", "2"))
+_FEW_THREADS = {"PULSE_THREADS": "3", "OMP_NUM_THREADS": "2"}
 RUNS = {
-    "grpo_3e-6": Section(450, partial(_grpo, lr=3e-6), _FEW_THREADS),
-    "grpo_1e-6": Section(450, partial(_grpo, lr=1e-6), _FEW_THREADS),
-    "loco_pulse": Section(450, partial(_rounds, method="pulse"), _FEW_THREADS),
-    "loco_diloco": Section(450, partial(_rounds, method="diloco"), _FEW_THREADS),
+    "grpo_3e-6": Section(450, "grpo_run.measure_run", {"lr": 3e-6}, _FEW_THREADS),
+    "grpo_1e-6": Section(450, "grpo_run.measure_run", {"lr": 1e-6}, _FEW_THREADS),
+    "loco_pulse": Section(450, "loco_run.measure_rounds", {"method": "pulse"}, _FEW_THREADS),
+    "loco_diloco": Section(450, "loco_run.measure_rounds", {"method": "diloco"}, _FEW_THREADS),
 }
 ALL = SECTIONS | RUNS
 
@@ -202,7 +119,7 @@ def main() -> None:
         section = ALL[name]
         limit = min(section.limit, results.left_s - reserved)
         own = ["--section", name, "--seconds", str(0.9 * limit)]  # so that a run ends in time by itself
-        results.run(name, [sys.executable, "-m", "bench.gpu", *sys.argv[1:], *own], limit, dict(section.environment))
+        results.run(name, [sys.executable, "-m", "bench.gpu", *sys.argv[1:], *own], limit, section.environment)
 
     for name in chosen:
         run(name, RUN_S if runs else 0.0)
@@ -221,7 +138,8 @@ def _measure(section: Section, options: Options) -> None:
 
         emulator.install()
     report = Report()
-    section.measure(options, report.keep)
+    module, function = section.measure.split(".")
+    getattr(import_module(f"bench.gpu.{module}"), function)(options, report.keep, **section.given)
     sys.exit(report.failed)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.gpu import peers
-from bench.gpu.children import Keep
+from bench.gpu.children import Keep, Options
 from bench.gpu.clock import Times, times, wall
 from bench.gpu.synthetic import changed, fill, shapes_of, state_like
 from pulse_rl.kernels.cpu.coding import MemoryRows
@@ -43,8 +43,8 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor)
 
 
-def measure_kernels(elements: int, rounds: int, keep: Keep) -> None:
-    bench = Bench(elements, rounds)
+def measure_kernels(options: Options, keep: Keep) -> None:
+    bench = Bench(options.elements, options.rounds)
     keep("copy", bench.copy)
     keep("launch", bench.launch)
     for share in DENSITIES:
@@ -57,8 +57,8 @@ def measure_kernels(elements: int, rounds: int, keep: Keep) -> None:
     keep(f"apply_{APPLIED:.2%}", bench.apply)
 
 
-def measure_peers(elements: int, rounds: int, keep: Keep) -> None:
-    bench = Bench(elements, rounds)
+def measure_peers(options: Options, keep: Keep) -> None:
+    bench = Bench(options.elements, options.rounds)
     keep("copy", bench.copy)
     changed(bench.old, bench.new, APPLIED, 3)
     keep(f"torch_index_put_{APPLIED:.2%}", bench.index_put)
@@ -70,8 +70,8 @@ def measure_peers(elements: int, rounds: int, keep: Keep) -> None:
             keep(f"{name}_{share:.2%}", of_others)
 
 
-def measure_cast(elements: int, rounds: int, keep: Keep) -> None:
-    bench = Bench(min(elements, 1 << 30), rounds)
+def measure_cast(options: Options, keep: Keep) -> None:
+    bench = Bench(min(options.elements, 1 << 30), options.rounds)
     keep("copy", bench.copy)
     changed(bench.old, bench.new, DENSITIES[-1], 2)
     keep("cast", bench.cast)

@@ -17,12 +17,30 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 ERROR_CHARACTERS = 4000  # of what a section that failed printed last
 LEAST_S = 5.0  # a section is not begun with less time than this
 
 Keep = Callable[[str, Callable[[], object]], None]  # measures, and reports under a name
+
+
+class Options(NamedTuple):
+    """What is measured."""
+
+    elements: int
+    version_elements: int
+    cpu_elements: int
+    rounds: int
+    steps: int
+    inner_steps: int
+    seconds: float
+    emulated: bool
+
+    @property
+    def where(self) -> str:
+        """torch's device."""
+        return "cpu" if self.emulated else "cuda"
 
 
 class Report:

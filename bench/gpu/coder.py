@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bench.gpu.bandwidth import DENSITIES, fitting
-from bench.gpu.children import Keep
+from bench.gpu.children import Keep, Options
 from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs import context
 from pulse_rl.codecs.base import OldBits, OldReader, Run, Specs, cut
@@ -144,14 +144,15 @@ def clocked(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def measure_coder(elements: int, on_cpu: int, keep: Keep) -> None:
-    """Encode and decode `on_cpu` elements on the device and on the CPU, then more of them on the device alone."""
+def measure_coder(options: Options, keep: Keep) -> None:
+    """Encode and decode some elements on the device and on the CPU, then more of them on the device alone."""
+    elements = options.elements
     shapes = shapes_of(fitting(elements))
     old, new = (state_like(shapes, device.PLACE) for _ in range(2))
     fill(old, 1)
     for share in DENSITIES:
         changed(old, new, share, 5)
-        coder = Coder(old, new, on_cpu)
+        coder = Coder(old, new, options.cpu_elements)
         keep(f"{share:.2%}_against_a_core", coder.against_a_core)
         keep(f"{share:.2%}_quarter", partial(coder.on_device, elements // 4))
         if coder.seconds_for(elements) < PATIENCE_S:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 import pulse_rl as pulse
-from bench.gpu.children import Keep
+from bench.gpu.children import Keep, Options
 from bench.gpu.learner import GROUP, Learner, Sums
 
 PROBLEMS = 8  # a step
@@ -26,14 +26,14 @@ EVERY = 25  # steps from one report to the next
 PAPER = {"mean": 0.99, "deviation": (0.002, 0.004), "lowest": 0.98, f"over_{BACK}_steps": 0.98}
 
 
-def measure_run(where: str, steps: int, seconds: float, lr: float, keep: Keep) -> None:
-    """Take steps until there are enough, or the time is over. where: torch's device."""
-    until = time.monotonic() + seconds
-    run = Run(where, lr)
+def measure_run(options: Options, keep: Keep, *, lr: float) -> None:
+    """Take steps until there are enough, or the time is over."""
+    until = time.monotonic() + options.seconds
+    run = Run(options.where, lr)
     keep("model", run.describe)
-    while run.steps < steps and time.monotonic() < until:
+    while run.steps < options.steps and time.monotonic() < until:
         before = run.steps
-        keep("table", lambda: run.advance(min(steps, run.steps + EVERY), until))
+        keep("table", lambda: run.advance(min(options.steps, run.steps + EVERY), until))
         if run.steps == before:
             break
 

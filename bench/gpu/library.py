@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import torch
 
 import pulse_rl as pulse
-from bench.gpu.children import Keep
+from bench.gpu.bandwidth import fitting
+from bench.gpu.children import Keep, Options
 from bench.gpu.clock import event, wall
-from bench.gpu.synthetic import State, changed, fill, state_like
+from bench.gpu.synthetic import State, alike, changed, fill, shapes_of, state_like
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.kernels.gpu import device
 from pulse_rl.sync.publish.baseline import KeptOn
@@ -38,23 +39,29 @@ T = TypeVar("T")
 
 
 def measure_versions(
-    shapes: list[tuple[int, ...]],
-    shares: Sequence[float],
-    kept_on: KeptOn,
-    codec: CodecName,
+    options: Options,
     keep: Keep,
     *,
-    held: bool = False,
+    codec: CodecName,
+    kept_on: KeptOn,
+    whole: bool = False,
+    tensors: int | None = None,
+    stack: tuple[int, ...] = (),
 ) -> None:
-    """Publish, stage and apply versions of a model. held: whether the worker holds the first one, and recognises it."""
+    """Publish, stage and apply versions of a model.
+
+    whole: all elements, and the worker holds the first version, which it recognises. tensors: so many alike, or a
+    decoder's; stack: of what each is a stack.
+    """
+    elements = fitting(options.elements if whole else options.version_elements)
     few = Versions([(300, 300)], kept_on, codec)
     keep("compile", lambda: {"publish_and_sync_s": wall(few.first) + wall(lambda: few.next(SHARES[-1]))})
-    found = Versions(shapes, kept_on, codec)
-    if held:
+    found = Versions(shapes_of(elements) if tensors is None else alike(tensors, elements, *stack), kept_on, codec)
+    if whole:
         found.hold()
     keep("link", found.link)
     keep("first", found.first)
-    for share in shares:
+    for share in SHARES[:1] if whole else SHARES:
         keep(f"{share:.2%}", partial(found.next, share))
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import pulse_rl as pulse
-from bench.gpu.children import Keep
+from bench.gpu.children import Keep, Options
 from bench.gpu.learner import Learner, Problem, Sums
 from bench.gpu.one_rank import name_meeting_place
 
@@ -25,16 +25,16 @@ TRAINERS, SYNC_EVERY, PROBLEMS, TERMS, UNSEEN = 2, 8, 4, 3, 256
 LR = 3e-6
 
 
-def measure_rounds(where: str, steps: int, seconds: float, method: Method, keep: Keep) -> None:
-    """Take steps until there are enough, or the time is over. where: torch's device."""
+def measure_rounds(options: Options, keep: Keep, *, method: Method) -> None:
+    """Take steps until there are enough, or the time is over."""
     name_meeting_place()
-    other = multiprocessing.get_context("spawn").Process(target=_follow, args=(where, method), daemon=True)
+    other = multiprocessing.get_context("spawn").Process(target=_follow, args=(options.where, method), daemon=True)
     other.start()
-    run = Trainer(where, method, 0)
+    run = Trainer(options.where, method, 0)
     keep("model", run.describe)
-    until = time.monotonic() + seconds
+    until = time.monotonic() + options.seconds
     with run.loco:
-        while run.goes_on(run.steps < steps and time.monotonic() < until):
+        while run.goes_on(run.steps < options.inner_steps and time.monotonic() < until):
             keep("table", run.round)
     keep("unseen", run.tested)
     other.join()

@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import torch
 
-from bench.gpu.children import Keep
+from bench.gpu.children import Keep, Options
 from bench.gpu.clock import wall
 from pulse_rl.kernels.gpu import device
 from pulse_rl.kernels.gpu.changes import find_changes
@@ -17,7 +17,7 @@ from pulse_rl.kernels.gpu.changes import find_changes
 PACKAGES = ("numpy", "numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings", "cuda-pathfinder", "transformers")
 
 
-def measure_machine(keep: Keep) -> None:
+def measure_machine(_: Options, keep: Keep) -> None:
     keep("software", software)
     if torch.cuda.is_available():
         keep("device", properties)

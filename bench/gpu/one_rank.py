@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.gpu.children import Keep
+from bench.gpu.children import Keep, Options
 from bench.gpu.clock import wall
 from pulse_rl.group.collectives import Group
 
@@ -28,7 +28,7 @@ def name_meeting_place() -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
 
 
-def measure_collectives(keep: Keep) -> None:
+def measure_collectives(_: Options, keep: Keep) -> None:
     name_meeting_place()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=0, world_size=1)
     keep("bucket", _bucket)

@@ -73,7 +73,8 @@ def test_a_run_of_grpo_counts_what_its_steps_change(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grpo_run, "BACK", 2)
     monkeypatch.setattr(learner, "MAX_NEW_TOKENS", 2)
     found: dict[str, Any] = {}
-    grpo_run.measure_run("cpu", 3, 600.0, 3e-6, lambda name, measure: found.update({name: measure()}))
+    options = children.Options(2000, 2000, 2000, 1, steps=3, inner_steps=8, seconds=600.0, emulated=True)
+    grpo_run.measure_run(options, lambda name, measure: found.update({name: measure()}), lr=3e-6)
     assert found["model"]["model"] == "tiny"
     table = found["table"]
     one, back = table["changed"], table["changed_over_2"]
