@@ -12,7 +12,6 @@ from bench.report import show, show_run
 from pulse_rl.cli import output
 from pulse_rl.cli.app import run_app
 from pulse_rl.cli.output import AsJson
-from pulse_rl.units import nbytes
 
 app = typer.Typer(
     add_completion=False,
@@ -268,39 +267,6 @@ def loco(
         ),
         as_json,
     )
-
-
-@app.command()
-def identical(
-    out: Annotated[Path, typer.Option(help="Empty directory for both runs.")] = Path("runs/identical"),
-    model: Annotated[str, typer.Option(help="smollm2, tiny, or a directory or hub id.")] = "smollm2",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
-    lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate.")] = 3e-6,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Train once with patches and once with full checkpoints: both must give the same bits and rewards.
-
-    Exit code 1 if they differ. Needs the extra run.
-    """
-    from bench.identical import compare
-
-    report = compare(out, model=model, steps=steps, lr=lr, seed=seed)
-    if as_json:
-        output.emit(report)
-    else:
-        output.facts(
-            {
-                "identical": "yes" if report["identical"] else "NO",
-                "digest over patches": report["digests"]["patch"],
-                "digest over full weights": report["digests"]["full"],
-                "bytes over patches": nbytes(report["nbytes"]["patch"]),
-                "bytes over full weights": nbytes(report["nbytes"]["full"]),
-                "rewards": ", ".join(f"{reward:.3f}" for reward in report["rewards"]["patch"]),
-            }
-        )
-    if not report["identical"]:
-        raise typer.Exit(1)
 
 
 @app.command()
