@@ -12,7 +12,8 @@ import torch
 from bench.gpu.children import Keep, Options
 from bench.gpu.clock import wall
 from pulse_rl.kernels.gpu import device
-from pulse_rl.kernels.gpu.changes import find_changes
+from pulse_rl.kernels.gpu.changes import find
+from pulse_rl.kernels.gpu.regions import regions_of
 
 PACKAGES = ("numpy", "numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings", "cuda-pathfinder", "transformers")
 
@@ -62,8 +63,8 @@ def first_kernels() -> dict[str, object]:
     old = np.arange(5000, dtype=np.uint16)
     new = old.copy()
     new[[3, 4500]] += 1
-    before, after = device.upload(old), device.upload(new)
+    before, after = (regions_of([device.upload(each)]) for each in (old, new))
     indices, values = device.empty(10, np.uint32), device.empty(10, np.uint16)
-    seconds = wall(lambda: find_changes(before, after, indices, values))
+    seconds = wall(lambda: device.download(find(before, after, indices, values)))
     assert device.download(indices)[:2].tolist() == [3, 4500]
     return {"compiled_and_run_s": seconds}
