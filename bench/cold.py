@@ -3,8 +3,6 @@
 An anchor and a patch, published and synced by one process; processor time, of all threads.
 """
 
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,19 +10,18 @@ from pathlib import Path
 import torch
 
 import pulse_rl as pulse
+from bench.report import CODECS, PatchCodec, fresh_processes
 from pulse_rl.kernels.cpu import compiled
 
-CODECS = ("gap", "context")
 
-
-def measure(codec: str) -> None:
+def measure(codec: PatchCodec) -> None:
     """Print the seconds of both, and how many kernels were compiled, in a fresh process."""
     random = torch.Generator().manual_seed(0)
     weights = {f"{i}.weight": torch.randn(300, 500, generator=random).mul(0.02).bfloat16() for i in range(8)}
     live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     with tempfile.TemporaryDirectory() as store, compiled.keeping(Path(store) / "kernels"):
         begun = time.process_time()
-        publisher = pulse.Publisher(Path(store) / "history", codec=codec)  # type: ignore[arg-type]
+        publisher = pulse.Publisher(Path(store) / "history", codec=codec)
         subscriber = pulse.Subscriber(publisher.history.store)
         for version in range(2):
             publisher.publish(weights, version=version)
@@ -36,8 +33,6 @@ def measure(codec: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        measure(sys.argv[1])
-    else:
+    with fresh_processes(1) as pool:
         for name in CODECS:
-            subprocess.run([sys.executable, "-m", "bench.cold", name], check=True)
+            pool.submit(measure, name).result()

@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 import pulse_rl as pulse
@@ -98,10 +99,16 @@ class _Counting:
         return getattr(self._inner, name)
 
 
-def run(*, subscribers: int, versions: int, elements: int, progress: Progress) -> FanoutReport:
-    """Publish to one subscriber, then to many, in a temporary directory.
+def fanout(
+    *,
+    subscribers: Annotated[int, typer.Option(min=1, help="Subscribers of one history; each is a process.")] = 64,
+    versions: Annotated[int, typer.Option(min=1, help="Versions to publish after the first.")] = 10,
+    elements: Annotated[int, typer.Option(min=1, help="Elements of the model.")] = 4_000_000,
+    progress: Progress,
+) -> FanoutReport:
+    """Count and time a publisher's requests to its store, with one subscriber and with many.
 
-    A subscriber takes about 150 MB of memory and the model. Raises IntegrityError if one ends with other bits.
+    A subscriber is a process of 150 MB and the model. The history is in a directory.
     """
     results = []
     for done, count in enumerate((1, subscribers)):

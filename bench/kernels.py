@@ -7,8 +7,11 @@ So `write_floor_s` is the time that the copy takes for the touched lines alone. 
 it. Changes are scattered uniformly, the hardest case for all of these.
 """
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
+import typer
 
 import pulse_rl as pulse
 from bench.report import Progress, Stopwatch, Table, ms, times
@@ -99,8 +102,16 @@ class KernelsReport(msgspec.Struct, frozen=True):
         ]
 
 
-def run(*, elements: int, rounds: int, progress: Progress) -> KernelsReport:
-    """Measure everything on weights of this many BF16 elements. Takes about ten bytes of memory per element."""
+def kernels(
+    *,
+    elements: Annotated[int, typer.Option(min=1, help="BF16 elements; the default is SmolLM2-135M's.")] = 134_515_008,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 7,
+    progress: Progress,
+) -> KernelsReport:
+    """Time find_changes, digest and apply, against a copy of the same bytes and against NumPy.
+
+    Takes about ten bytes of memory per element.
+    """
     rng = np.random.default_rng(0)
     old = rng.integers(0, 1 << 16, elements, dtype=np.uint16)
     spare = old.copy()

@@ -1,15 +1,23 @@
-"""What the benchmarks share: a clock, medians, numbers as text, and how a report is shown."""
+"""What the benchmarks share: a clock, medians, processes, numbers as text, commands, and how a report is shown."""
 
+import functools
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from pulse_rl.cli import output
+from pulse_rl.cli.output import AsJson
 
 Progress: TypeAlias = Callable[[int, int, str], None]  # (steps done, all steps, the next step)
 T = TypeVar("T")
 PatchCodec: TypeAlias = Literal["gap", "context"]
+ONE_THREAD = {"PULSE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 CODECS: tuple[PatchCodec, ...] = ("gap", "context")
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[object]]]  # columns, rows
 
@@ -35,6 +43,20 @@ def processor_time(work: Callable[[], T]) -> tuple[float, T]:
     start = time.process_time()
     found = work()
     return time.process_time() - start, found
+
+
+@contextmanager
+def fresh_processes(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
+    """So many processes that do one task each; they have this process's environment and these variables."""
+    before = dict(os.environ)
+    os.environ |= environment
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        os.environ.clear()
+        os.environ |= before
 
 
 def ms(seconds: float) -> str:
@@ -65,8 +87,20 @@ def show(found: Report, as_json: bool) -> None:
         output.table(columns, rows)
 
 
-def show_run(name: str, run: Callable[..., Report], as_json: bool) -> None:
-    """Run a benchmark, with its progress on stderr, and print its report. run: takes `progress`."""
-    with output.progress(name) as update:
-        report = run(progress=update)
-    show(report, as_json)
+def command(run: Callable[..., Report]) -> Callable[..., None]:
+    """A command of the options that `run` takes, and of --json: it prints the report, and progress on stderr.
+
+    run: takes `progress` too. Its docstring is the command's help.
+    """
+
+    @functools.wraps(run)
+    def shown(*, as_json: bool, **options: object) -> None:
+        with output.progress(run.__name__) as update:
+            report = run(**options, progress=update)
+        show(report, as_json)
+
+    taken = [one for one in signature(run, eval_str=True).parameters.values() if one.name != "progress"]
+    taken.append(Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=AsJson))
+    shown.__signature__ = Signature(taken)  # type: ignore[attr-defined]
+    shown.__annotations__ = {one.name: one.annotation for one in taken}
+    return shown

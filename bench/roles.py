@@ -1,14 +1,8 @@
-"""The processes of `bench sync`: `python -m bench.roles publisher|subscriber|full SETTINGS`.
-
-Each prints one JSON document. `sync` says what is measured and how.
-"""
+"""The processes of `bench sync`, and the model that other benchmarks take too. `sync` says what is measured and how."""
 
 import gc
-import json
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -199,15 +193,3 @@ def full_checkpoints(directory: Path, versions: int, layers: int) -> dict[str, A
         }
         for name, path in files.items()
     }
-
-
-ROLES: dict[str, Callable[..., dict[str, Any]]] = {
-    "publisher": publisher,
-    "subscriber": subscriber,
-    "full": full_checkpoints,
-}
-
-if __name__ == "__main__":
-    settings = json.loads(sys.argv[2])
-    settings["directory"] = Path(settings["directory"])
-    print(json.dumps(ROLES[sys.argv[1]](**settings)))

@@ -7,9 +7,7 @@ with every statistic but the sizes of codecs. On a shared machine, CPU time says
 all of them, in a separate process, for its peak memory.
 """
 
-import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import ROOT
+from bench.report import fresh_processes
 from pulse_rl.parallel import threads
 from pulse_rl.study.results import Settings
 from pulse_rl.study.sources.checkpoints import Checkpoints
@@ -25,7 +23,6 @@ from pulse_rl.study.verb import study
 
 ROUNDS = 7
 SETTINGS = Settings(lr=1e-6, betas=(0.9, 0.999))
-ALONE = "--alone"
 
 
 def run(paths: list[str]) -> float:
@@ -39,11 +36,13 @@ def peak() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
 
+def alone(paths: list[str]) -> tuple[float, float, float]:
+    """In a process for itself: seconds of a study, and the peak memory of the process before and after it."""
+    before, seconds = peak(), run(paths)
+    return seconds, before, peak()
+
+
 def main(paths: list[str]) -> None:
-    if paths[0] == ALONE:
-        before, seconds = peak(), run(paths[1:])
-        print(json.dumps({"seconds": seconds, "imported": before, "peak": peak()}))
-        return
     old, new = (np.fromfile(path, np.uint8) for path in paths[:2])
     run(paths[:2])  # compiles
     methods: dict[str, Callable[[], object]] = {"numpy !=": lambda: old != new, "study": lambda: run(paths[:2])}
@@ -59,10 +58,9 @@ def main(paths: list[str]) -> None:
     print(f"two of {old.nbytes / 1e6:,.0f} MB, {threads()} threads, medians of {ROUNDS}")
     print(f"wall time: numpy != {wall:.3f} s, study {study_wall:.3f} s: {study_wall / wall:.1f} ×")
     print(f"CPU time, of all threads: numpy != {cpu:.3f} s, study {study_cpu:.3f} s: {study_cpu / cpu:.1f} ×")
-    alone = [sys.executable, "-m", "bench.study_speed", ALONE, *paths]
-    found = json.loads(subprocess.run(alone, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    print(f"{len(paths)} of them, alone: {found['seconds']:.2f} s, peak {found['peak']:,.0f} MB", end=" ")
-    print(f"({found['imported']:,.0f} MB after the imports)")
+    with fresh_processes(1) as pool:
+        seconds, imported, most = pool.submit(alone, paths).result()
+    print(f"{len(paths)} of them, alone: {seconds:.2f} s, peak {most:,.0f} MB ({imported:,.0f} MB after the imports)")
 
 
 if __name__ == "__main__":

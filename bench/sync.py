@@ -11,18 +11,18 @@ above what the process held before the first version, with its weights, imports 
 fsynced.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
-from bench import ROOT
-from bench.report import Progress, Table, ms, times
-from pulse_rl.errors import IntegrityError, PulseError, require
+from bench.report import Progress, Table, fresh_processes, ms, times
+from bench.roles import full_checkpoints, publisher, subscriber
+from pulse_rl.codecs.choose import CodecName
+from pulse_rl.errors import IntegrityError
 
 ALLOWANCE_NBYTES = 64_000_000  # of memory that each side may take above the model's bits and two patches
 
@@ -79,9 +79,8 @@ class SyncBenchReport(msgspec.Struct, frozen=True):
             ),
             ("pulse, the anchor", ms(self.publisher.first_s), ms(self.subscriber.first_s), f"{full:,.1f} MB"),
         ]
-        for name, full_checkpoints in (("torch.save", self.torch_save), ("safetensors", self.safetensors)):
-            nbytes = f"{full_checkpoints.nbytes / 1e6:,.1f} MB"
-            rows.append((name, ms(full_checkpoints.save_s), ms(full_checkpoints.load_s), nbytes))
+        for name, plain in (("torch.save", self.torch_save), ("safetensors", self.safetensors)):
+            rows.append((name, ms(plain.save_s), ms(plain.load_s), f"{plain.nbytes / 1e6:,.1f} MB"))
         memory = [
             (
                 name,
@@ -99,21 +98,27 @@ class SyncBenchReport(msgspec.Struct, frozen=True):
         ]
 
 
-def run(*, versions: int, layers: int, codec: str, progress: Progress) -> SyncBenchReport:
-    """Measure everything in a temporary directory; needs about 2 GB of disk and 3 GB of memory.
+def sync(
+    *,
+    versions: Annotated[int, typer.Option(min=2, help="Versions to publish after the first.")] = 5,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; SmolLM2-135M has 30.")] = 30,
+    codec: Annotated[CodecName, typer.Option(help="The publisher's codec.")] = "auto",
+    progress: Progress,
+) -> SyncBenchReport:
+    """Time publish and sync of a 135M-parameter model through a file store, and measure the memory of each side.
 
-    Raises MissingExtraError without torch or safetensors, IntegrityError if the two sides end with different bits.
+    A plain save and load is measured too. Each side is a process. Needs the extra torch.
+
+    Needs about 2 GB of disk and 3 GB of memory.
     """
-    require("torch", "torch")
-    require("safetensors", "run")
-    with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as directory:
-        settings = {"directory": directory, "versions": versions, "layers": layers}
+    with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as directory, fresh_processes(1) as pool:
+        where = Path(directory)
         progress(0, 3, "publisher")
-        published = _run("publisher", settings | {"codec": codec})
+        published = pool.submit(publisher, where, versions, layers, codec).result()
         progress(1, 3, "subscriber")
-        synced = _run("subscriber", settings)
+        synced = pool.submit(subscriber, where, versions, layers).result()
         progress(2, 3, "full checkpoints")
-        full = _run("full", settings)
+        full = pool.submit(full_checkpoints, where, versions, layers).result()
     if synced["digests"] != published["digests"]:
         raise IntegrityError(
             f"the subscriber's digests: expected {published['digests']}, as published, found {synced['digests']}"
@@ -140,14 +145,3 @@ def _side(result: dict[str, Any], promise_nbytes: int) -> Side:
     first, *others = result["seconds"]
     peak = result["peak_nbytes"]
     return Side(first, statistics.median(others), peak, promise_nbytes, peak <= promise_nbytes)
-
-
-def _run(role: str, settings: dict[str, object]) -> dict[str, Any]:
-    """Run one role in its own process. Raises PulseError if that fails."""
-    command = [sys.executable, "-m", "bench.roles", role, json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise PulseError(f"the {role} of the measurement failed with exit code {done.returncode}: {last[0]}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result

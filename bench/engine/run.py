@@ -20,12 +20,13 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from bench.engine.server import DEVICE, Load, Server, served
 from bench.engine.versions import Replayed, Trained
@@ -146,26 +147,34 @@ def _same(equal: bool) -> str:
     return "equal" if equal else "DIFFERENT"
 
 
-def run(
+def engine(
     *,
-    model: str,
-    store: str | None,
-    lr: float,
-    versions: int,
-    every: float,
-    seconds: float,
-    stretches: int,
-    serve: Sequence[str],
+    model: Annotated[str, typer.Option(help="smollm2, or a directory or hub id.")] = "smollm2",
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Take the versions of a run's history, from its first on; otherwise train."),
+    ] = None,
+    lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate, where it trains.")] = 3e-6,
+    versions: Annotated[int, typer.Option(min=1, help="Versions that the engine follows one after the other.")] = 20,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between versions, while requests are counted.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of a stretch in which requests are counted.")] = 30.0,
+    stretches: Annotated[int, typer.Option(min=1, help="Such stretches with versions, and without.")] = 2,
+    view: Annotated[
+        bool, typer.Option("--view", help="Only compare pauses: of a server that follows BF16, and of one on a view.")
+    ] = False,
+    serve: Annotated[
+        list[str] | None, typer.Option(metavar="ARGUMENT", help="One more argument of the server; may be repeated.")
+    ] = None,
     progress: Progress,
-) -> EngineBenchReport:
-    """Measure everything, in a temporary directory. Needs 2 GB of disk and 6 GB of memory for SmolLM2-135M.
+) -> EngineBenchReport | ViewBenchReport:
+    """Have a real vLLM server follow versions in place, next to its own reload and its sparse patches.
 
-    store: the history of a run whose versions are taken; None: supervised steps of the model, at the rate lr. every:
-    seconds between two versions. seconds: of a stretch of requests; stretches: of each kind. serve: more arguments of
-    the server. Raises MissingExtraError without vLLM.
+    On a CUDA device, or else a CPU. Compares outputs and checksums with a fresh engine. Needs vLLM (make setup-vllm),
+    6 GB of memory, 2 GB of disk, and a quarter of an hour on two cores.
     """
-    require("vllm", "vllm")
-    require("safetensors", "run")
+    vllm = require("vllm", "vllm")
+    if view:
+        return _compare_pauses(model, store, lr, versions, progress)
     arriving = stretches * int(seconds / every)
     steps = iter(range(4))
 
@@ -174,7 +183,7 @@ def run(
 
     with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as scratch:
         bench = _Bench(Path(scratch), store, model, lr)
-        with served(bench.checkpoint("first"), bench.log, serve) as server:
+        with served(bench.checkpoint("first"), bench.log, serve or []) as server:
             engine = EngineClient(server.url)
             engine.follow(bench.store)
             mapping = engine.stage().mapping
@@ -188,11 +197,9 @@ def run(
             begin("vLLM's own ways")
             reload_s, sparse_s = bench.baselines(server)
         begin("a fresh engine")
-        with served(last, bench.log, serve) as server:
+        with served(last, bench.log, serve or []) as server:
             fresh = server.outputs(), server.checksums()
     (texts, logprobs), (fresh_texts, fresh_logprobs) = _columns(expected[0]), _columns(fresh[0])
-    import vllm
-
     return EngineBenchReport(
         model=store or model,
         vllm=vllm.__version__,
@@ -258,11 +265,8 @@ def _pauses(patches: list[int], reports: list[EngineReport]) -> Pauses:
     )
 
 
-def run_view(*, model: str, store: str | None, lr: float, versions: int, progress: Progress) -> ViewBenchReport:
-    """Measure the pauses of two servers by turns, each with requests. Needs 8 GB of memory for SmolLM2-135M.
-
-    model, store, lr, versions: as in `run`. Raises MissingExtraError without vLLM.
-    """
+def _compare_pauses(model: str, store: str | None, lr: float, versions: int, progress: Progress) -> ViewBenchReport:
+    """Measure the pauses of two servers by turns, each with requests. Needs 8 GB of memory for SmolLM2-135M."""
     vllm = require("vllm", "vllm")
     with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as scratch, ExitStack() as stack:
         bench = _Bench(Path(scratch), store, model, lr, {"rows": VIEW})

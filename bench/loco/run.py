@@ -9,17 +9,19 @@ counted once however many receive it; gradients and DiLoCo's pseudo-gradients ta
 """
 
 import itertools
-import multiprocessing
 import os
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
+from typing import Annotated
 
 import msgspec
+import typer
 
 from bench.loco.runs import EVALUATE_EVERY, METHODS, LocoRun, Method, Settings, train_all
 from bench.loco.task import TASKS
-from bench.report import Progress, Table, times
+from bench.report import ONE_THREAD, Progress, Table, fresh_processes, times
+from pulse_rl.cli import output
 from pulse_rl.units import nbytes
 
 TRAINERS = 4
@@ -108,28 +110,51 @@ def check(
             raise ValueError(f"{what}: expected some of {'; '.join(known)}, found {unknown[0]!r}")
 
 
-def run(
+def loco(
     *,
-    seeds: int,
-    steps: int,
-    lr: float,
-    chosen: Sequence[Method],
-    tasks: Sequence[str],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of the small policy, each with another seed.")] = 3,
+    steps: Annotated[int, typer.Option(min=16, help="Inner steps of each run; a multiple of 16.")] = 512,
+    lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate in these runs.")] = 1e-6,
+    sync_every: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Inner steps per round, divisors of 16; may be repeated.", show_default="8"),
+    ] = None,
+    overlap: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Inner steps that a round takes; may be repeated.", show_default="0"),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="One of the methods in the table; may be repeated.", show_default="all, and DDP"),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="sums, differences, noisy sums or noisy differences; may be repeated.",
+            show_default="sums, noisy differences",
+        ),
+    ] = None,
     progress: Progress,
 ) -> LocoReport:
-    """Train every task by every method from every seed, a process for each core.
+    """Train a small policy by DDP, DiLoCo and PULSELoCo with four trainers: reward against bytes.
 
-    chosen: as `methods` gives them. Takes about 0.5 GB of memory for each core.
+    The trainers take turns in one process, and each core has another seed. Needs
+    half a GB of memory a core, and the extra run. Takes an hour on two cores,
+    and minutes with --steps 128.
     """
+    every, overlaps, names = sync_every or [8], overlap or [0], method or []
+    tasks = task or ["sums", "noisy differences"]
+    with output.checking():
+        check(steps, every, overlaps, names, tasks)
+    chosen = methods(names, every, overlaps)
     total = seeds * len(chosen) * len(tasks)
     progress(0, total, "supervised training")
     settings = [
-        Settings(TRAINERS, task, seed, steps, PRETRAIN, lr, tuple(chosen))
-        for task, seed in itertools.product(tasks, range(seeds))
+        Settings(TRAINERS, name, seed, steps, PRETRAIN, lr, chosen)
+        for name, seed in itertools.product(tasks, range(seeds))
     ]
     runs: list[LocoRun] = []
-    os.environ |= {"PULSE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+    with fresh_processes(os.cpu_count() or 1, **ONE_THREAD) as pool:
         for future in as_completed([pool.submit(train_all, each) for each in settings]):
             runs += future.result()
             progress(len(runs), total, f"after {runs[-1].task}, seed {runs[-1].seed}")

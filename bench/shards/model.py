@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-import msgspec
 import torch
 
 import pulse_rl as pulse
@@ -20,7 +19,7 @@ Layout = Literal["rows", "rows and columns"]  # as FSDP2 cuts a model, and as te
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")  # of tensor parallelism; other matrices are cut by rows
 
 
-class ModelSize(msgspec.Struct, frozen=True):
+class ModelSize(NamedTuple):
     """How large the model is."""
 
     layers: int

@@ -1,20 +1,19 @@
-"""A rank of `bench shards`: `python -m bench.shards.ranks SETTINGS`, a process for each, over Gloo.
+"""A rank of `bench shards`, a process for each, over Gloo: it publishes its share of the model, or receives it.
 
-It publishes its share of the model, or receives it, by each codec in turn. It prints one JSON document. `shards` says
-what is measured and how.
+By each codec in turn. `run` says what is measured and how.
 """
 
-import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 import pulse_rl as pulse
+from bench.report import processor_time
 from bench.roles import Peak, warm
 from bench.shards.model import Layout, Model, ModelSize
 from pulse_rl.codecs.choose import CodecName
@@ -22,7 +21,7 @@ from pulse_rl.codecs.choose import CodecName
 TIMEOUT = timedelta(seconds=600)
 
 
-class Settings(msgspec.Struct, frozen=True):
+class Settings(NamedTuple):
     """What one rank's process is started with."""
 
     role: Literal["publisher", "receiver"]
@@ -36,7 +35,7 @@ class Settings(msgspec.Struct, frozen=True):
     codecs: tuple[CodecName, ...]
 
 
-class Published(msgspec.Struct, frozen=True):
+class Published(NamedTuple):
     """What one rank published by one codec; a number for each version after the first."""
 
     codec: str
@@ -48,7 +47,7 @@ class Published(msgspec.Struct, frozen=True):
     peak_nbytes: int  # beyond its model, over all versions, with the first
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(NamedTuple):
     """What one rank received by one codec; a number for each version after the first."""
 
     codec: str
@@ -58,17 +57,6 @@ class Received(msgspec.Struct, frozen=True):
     apply_cpu_s: list[float]  # of a staged version
     sync_s: list[float]
     apply_s: list[float]
-
-
-class _Cpu:
-    """Processor seconds of this process, on all threads."""
-
-    def __init__(self) -> None:
-        self._start = time.process_time()
-
-    @property
-    def seconds(self) -> float:
-        return time.process_time() - self._start
 
 
 def publish(settings: Settings, group: Any) -> list[Published]:
@@ -88,10 +76,10 @@ def _publish(settings: Settings, codec: CodecName, model: Model, group: Any) -> 
         for version in range(settings.versions + 1):
             if version:
                 model.step()
-            sampled_s, cpu = peak.cpu_s, _Cpu()
+            sampled_s, begun_s = peak.cpu_s, time.process_time()
             with peak:
                 reports.append(publisher.publish(model.weights(), version=version))
-            cpu_s.append(cpu.seconds - (peak.cpu_s - sampled_s))
+            cpu_s.append(time.process_time() - begun_s - (peak.cpu_s - sampled_s))
     others = reports[1:]
     return Published(
         codec=codec,
@@ -119,32 +107,28 @@ def _receive(settings: Settings, codec: CodecName, model: Model, group: Any) -> 
     staged.sync(others, version=0)
     cpu_s, apply_cpu_s, sync_s, apply_s = [], [], [], []
     for version in range(1, settings.versions + 1):
-        cpu = _Cpu()
-        report = synced.sync(weights, version=version)
-        cpu_s.append(cpu.seconds)
+        seconds, report = processor_time(partial(synced.sync, weights, version=version))
+        cpu_s.append(seconds)
         sync_s.append(report.total_s)
         digests.append(report.digest)
         fetched.append(report.fetched_nbytes)
         kept = staged.stage(others, version=version)
-        cpu = _Cpu()
-        apply_s.append(kept.apply().total_s)
-        apply_cpu_s.append(cpu.seconds)
+        seconds, applied = processor_time(kept.apply)
+        apply_s.append(applied.total_s)
+        apply_cpu_s.append(seconds)
     synced.verify(weights)
     return Received(codec, digests, fetched, cpu_s, apply_cpu_s, sync_s, apply_s)
 
 
-def main(settings: Settings) -> None:
+def take_part(settings: Settings) -> list[Published] | list[Received]:
+    """What the process does."""
     torch.set_num_threads(1)
     group = None
     if settings.ranks > 1:
         address = f"tcp://127.0.0.1:{settings.port}"
         dist.init_process_group("gloo", address, rank=settings.rank, world_size=settings.ranks, timeout=TIMEOUT)
         group = dist.group.WORLD
-    found: Any = publish(settings, group) if settings.role == "publisher" else receive(settings, group)
-    print(msgspec.json.encode(found).decode(), flush=True)
+    found = publish(settings, group) if settings.role == "publisher" else receive(settings, group)
     if settings.ranks > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=Settings))
+    return found

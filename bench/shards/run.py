@@ -15,21 +15,20 @@ store is a directory, and nothing is fsynced.
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
-from bench import ROOT
-from bench.report import Progress, Table, ms
+from bench.report import CODECS, ONE_THREAD, Progress, Table, fresh_processes, ms
 from bench.shards.model import Layout, ModelSize
-from bench.shards.ranks import Published, Received, Settings
+from bench.shards.ranks import Published, Received, Settings, take_part
 from bench.sync import ALLOWANCE_NBYTES
-from pulse_rl.codecs.choose import CodecName
-from pulse_rl.errors import IntegrityError, ProcessDiedError, require
+from pulse_rl.cli import output
+from pulse_rl.codecs.choose import CodecName, check
+from pulse_rl.errors import IntegrityError
 from pulse_rl.units import nbytes
 
 GROUP_NBYTES = 1024  # to each of the others, for a version
@@ -161,25 +160,32 @@ def _against(value: float, target: float, text: str) -> str:
     return f"≤ {text}, {'met' if value <= target else 'missed'}"
 
 
-def run(
+def shards(
     *,
-    layers: int,
-    width: int,
-    vocab: int,
-    ranks: Sequence[int],
-    versions: int,
-    codecs: Sequence[str],
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; SmolLM2-135M has 30.")] = 30,
+    width: Annotated[int, typer.Option(min=1, help="How many times as wide as SmolLM2-135M the layers are.")] = 1,
+    vocab: Annotated[int, typer.Option(min=16, help="Rows of the embedding.")] = 49152,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, help="Ranks that publish; may be repeated.", show_default="2, 4")
+    ] = None,
+    versions: Annotated[int, typer.Option(min=2, help="Versions to publish after the first.")] = 5,
+    codec: Annotated[
+        list[str] | None, typer.Option(metavar="context|gap", help="May be repeated.", show_default="gap, context")
+    ] = None,
     progress: Progress,
 ) -> ShardsReport:
-    """Measure everything in a temporary directory.
+    """Publish and receive a model in shares, by 1, 2 and 4 ranks: memory, bytes and processor seconds of a rank.
 
-    ranks: how many publish, one of them 1. Needs about 6 bytes of memory and 6 bytes of disk for each element, and 0.4
-    GB for each rank. Raises MissingExtraError without torch, IntegrityError if any two ranks end with different bits,
-    ProcessDiedError if one fails.
+    The ranks are processes over Gloo on this machine. SmolLM2-135M takes 3 GB of
+    memory and 1 GB of disk; --layers 24 --width 2 has 400M elements and takes
+    three times as much. Needs the extra torch.
     """
-    require("torch", "torch")
+    codecs = codec or list(CODECS)
+    with output.checking():
+        for name in codecs:
+            check(name)
     names = msgspec.convert(codecs, tuple[CodecName, ...])
-    size = ModelSize(layers, width, vocab)
+    ranks, size = ranks or [2, 4], ModelSize(layers, width, vocab)
     kinds: list[tuple[int, Layout]] = [(1, "rows")]
     kinds += [(count, layout) for layout in ("rows", "rows and columns") for count in ranks if count > 1]
     followed = {(1, "rows"), (max(ranks), "rows")}
@@ -199,17 +205,17 @@ def run(
         with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as directory:
             settings = Settings("publisher", directory, size, layout, 0, count, 0, versions, names)
             step(f"{count} publishers, {layout}")
-            found = _run(settings, list[Published])
+            found = _run(settings)
             for by_rank in zip(*found, strict=True):
                 expected.setdefault(by_rank[0].codec, by_rank[0].digests)
                 _compare(expected, by_rank)
                 published.append(_publishers(size, count, layout, by_rank))
             for share, receivers in (("whole", 1), ("half", RECEIVERS)) if (count, layout) in followed else ():
                 step(f"receivers of {count} publishers, {share}")
-                follow = msgspec.structs.replace(
-                    settings, role="receiver", layout="rows and columns" if receivers > 1 else "rows", ranks=receivers
+                follow = settings._replace(
+                    role="receiver", layout="rows and columns" if receivers > 1 else "rows", ranks=receivers
                 )
-                for followers in zip(*_run(follow, list[Received]), strict=True):
+                for followers in zip(*_run(follow), strict=True):
                     _compare(expected, followers)
                     received.append(_receivers(count, share, followers))
     step("the report")
@@ -264,27 +270,10 @@ def _receivers(publishers: int, share: str, found: Sequence[Received]) -> Receiv
     )
 
 
-def _run(settings: Settings, kind: Any) -> list[Any]:
-    """Run all ranks. Returns what each printed. Raises ProcessDiedError if one fails."""
+def _run(settings: Settings) -> list[Any]:
+    """Run all ranks. Returns what each found."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    environment = os.environ | {"PULSE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(settings.ranks):
-            own = msgspec.json.encode(msgspec.structs.replace(settings, rank=rank, port=port)).decode()
-            command = [sys.executable, "-m", "bench.shards.ranks", own]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT))
-        printed = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in processes]
-    if failed := [rank for rank, code in enumerate(codes) if code]:
-        raise ProcessDiedError(
-            f"bench shards: expected all {settings.role}s to end with 0, found {codes}, see above",
-            process=f"{settings.role}-{failed[0]}",
-        )
-    return [msgspec.json.decode(text, type=kind) for text in printed]
+    with fresh_processes(settings.ranks, **ONE_THREAD) as pool:
+        return list(pool.map(take_part, [settings._replace(rank=rank, port=port) for rank in range(settings.ranks)]))

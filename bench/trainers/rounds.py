@@ -14,11 +14,11 @@ trainer's network device, with all headers. The digests of all trainers are comp
 
 import statistics
 import subprocess
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from bench.link.network import Network
 from bench.link.processes import Process
@@ -83,10 +83,21 @@ class Order(msgspec.Struct, frozen=True):
     folder: str  # of the store, a new one for each order
 
 
-def run(*, rates: Sequence[float], rounds: int, layers: int, progress: Progress) -> TrainersBench:
-    """Measure every method at every rate; remove all processes and namespaces afterwards.
+def trainers(
+    *,
+    rates: Annotated[
+        list[float] | None,
+        typer.Option("--rate", min=0.1, help="Mbit/s of each trainer's link; may be repeated.", show_default="100, 10"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of PULSELoCo; of dense methods one.")] = 4,
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model, as wide as those of SmolLM2-135M.")] = 2,
+    progress: Progress,
+) -> TrainersBench:
+    """Time a round of four trainers over narrow links: PULSELoCo, DiLoCo and DDP.
 
-    Raises PermissionError without root, IntegrityError if the trainers end a round with different weights.
+    The trainers and an S3 service run in network namespaces, which nobody else
+    sees and which end with this command. Needs Linux, root, and the extras run
+    and dev. Takes about 10 minutes.
     """
     results: list[MethodResult] = []
     density = 0.0
@@ -101,7 +112,7 @@ def run(*, rates: Sequence[float], rounds: int, layers: int, progress: Progress)
             process = Process(f"trainer {rank}", network, place, "bench.trainers.rank", settings, environment)
             ranks.append(stack.enter_context(process))
         elements = int([rank.answer() for rank in ranks][-1]["elements"])
-        plan = [(rate, method) for rate in sorted(rates, reverse=True) for method in METHODS]
+        plan = [(rate, method) for rate in sorted(rates or (100.0, 10.0), reverse=True) for method in METHODS]
         for done, (rate, method) in enumerate(plan):
             progress(done, len(plan), f"{method} at {rate:g} Mbit/s")
             network.shape(rate)
