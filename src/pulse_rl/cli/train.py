@@ -112,12 +112,12 @@ def train(
     changes += sets or []
     # What can be said at once is said before seconds of imports.
     metrics_option.check(metrics, track)
+    with output.checking():
+        settings = _new(recipe or DEFAULT, changes) if resume is None else _continued(resume, recipe, changes)
     from pulse_rl.errors import require_installed
 
     for module in ("torch", "ray", "reasoning_gym"):
         require_installed(module, "run")
-    with output.checking():
-        settings = _new(recipe or DEFAULT, changes) if resume is None else _continued(resume, recipe, changes)
     from pulse_rl.flow.driver import run
     from pulse_rl.flow.driver.display import Display
     from pulse_rl.watch.measurements import run_name
