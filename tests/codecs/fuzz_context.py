@@ -75,7 +75,7 @@ def spec_of(segment: Segment) -> SegmentSpec:
 
 
 def run_of(segment: Segment) -> Run:
-    """What the encoder takes of a segment: a run of its own."""
+    """A run of this segment alone, which the encoder takes."""
     changes = find_changes(segment.old, segment.new)
     (specs,) = specs_of([spec_of(segment)])
     edges, replaced = np.append(0, specs.changed), segment.old[changes.indices]

@@ -181,6 +181,6 @@ class SmallEngine:
 
 
 def run(port: int) -> None:
-    """Such an engine in a process of its own."""
+    """Serve such an engine until the process is killed."""
     SmallEngine(port)
     threading.Event().wait()

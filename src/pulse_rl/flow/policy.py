@@ -134,7 +134,7 @@ def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) 
 def score(model: Any, completions: Completions, temperature: float) -> torch.Tensor:
     """Log-probabilities of the sampled tokens under the model, (B, T) float32, differentiable."""
     ids, mask, tokens, sampled, _, group = completions
-    if not _takes_masks(model):  # each completion after a context of its own
+    if not _takes_masks(model):  # then each completion follows its own copy of the context
         ids, mask = ids.repeat_interleave(group, 0), mask.repeat_interleave(group, 0)
         group = torch.ones_like(group).repeat_interleave(group)
     owner = torch.arange(len(group), device=ids.device).repeat_interleave(group)
@@ -146,8 +146,8 @@ def score(model: Any, completions: Completions, temperature: float) -> torch.Ten
     context, longest = ids.shape[1], int((starts + given).max())
     place = owner[row], context + starts[row] + at
     # Of each token: itself, its position, and which completion it is of; 0 in the context, and −1 where padded.
-    all_ids, positions, part = (torch.nn.functional.pad(of, (0, longest)) for of in (ids, mask.cumsum(1) - 1, mask - 1))
-    part[:, context:] = -1
+    all_ids, positions = (torch.nn.functional.pad(of, (0, longest)) for of in (ids, mask.cumsum(1) - 1))
+    part = torch.nn.functional.pad(mask - 1, (0, longest), value=-1)
     all_ids[place], positions[place], part[place] = tokens[row, at], mask.sum(1)[owner[row]] + at, row + 1
     logits = model(
         input_ids=all_ids,
