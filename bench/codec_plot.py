@@ -67,7 +67,7 @@ def counted() -> Iterator[list[tuple[Any, Any, int]]]:
         for number, stream in enumerate(streams):
             if stream is None:
                 continue
-            one, (a, b) = np.array([number]), changes.edges[number : number + 2]
+            one, (a, b) = [number], changes.edges[number : number + 2]
             alone = Kind(*kind[:2], *(each[one] for each in kind[2:]))
             mine = SegmentMoves(
                 changes.edges[number : number + 2] - a, changes.indices[a:b], changes.moved.at(slice(a, b))

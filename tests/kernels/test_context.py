@@ -203,6 +203,10 @@ def test_hot_elements_and_counts_in_rows_are_those_of_a_copy(dtype: str, rows: i
         assert hot_elements(old, kind, threshold) == hot_elements(flat, kind, threshold)
     for every in (1, 2):
         assert counted_exponents(old, kind, every) == counted_exponents(flat, kind, every)
+    where = np.arange(0, flat.size, 3, dtype=np.uint32)
+    ups, sizes = np.ones(len(where), np.bool_), np.ones(len(where), np.uint64)
+    moved = moves.apply_moves(flat, where, ups, sizes, kind)
+    assert moves.apply_moves(old, where, ups, sizes, kind).tolist() == moved.tolist()
 
 
 @settings(max_examples=150)
@@ -219,7 +223,7 @@ def test_moves_equal_their_twins(segment: Segment) -> None:
         assert reference.unorder(dtype, bits, reference.order(dtype, bits, after)) == after
         assert int(moved.exponents[j]) == reference.exponent(dtype, bits, before)
         assert (bool(moved.ups[j]), int(moved.sizes[j])) == (up, difference if up else (1 << bits) - difference)
-    values = moves.apply_moves(old, moved.ups, moved.sizes, kind)
+    values = moves.apply_moves(segment.old, where, moved.ups, moved.sizes, kind)
     assert values.tolist() == new.tolist()
 
 
@@ -273,7 +277,7 @@ def test_segments_in_one_call_are_coded_where_they_lie(dtype: str) -> None:
         assert coding.encode_segments(copy, alone, starts, change) == [streams[number]]
         coding.count_bits(copy, alone, one_by_one, change)
         every = np.array([1])
-        exponents = coding.count_exponents(memory.of(np.array([number])), field, itemsize, every)
+        exponents = coding.count_exponents(memory.of([number]), field, itemsize, every)
         assert exponents.tolist() == [counted_exponents(old.flatten(), field, 1)]
     assert (counts.states == one_by_one.states).all()
 

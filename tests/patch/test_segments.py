@@ -96,7 +96,7 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
     spots, windows = spots_of(segments, range(len(tensors)), live, ())
     assert (windows.runs == cpu.WHOLE).all()
     lies = locate(live, segments.table, HOST)
-    lying, usable = lies.old.memory, lies.old.usable
+    lying, usable = lies.old.memory, lies.usable
     for number, segment in enumerate(listed(segments)):
         entry = segments.table[segment.tensor]
         view = place_view(tensors[entry.name], segment.place)

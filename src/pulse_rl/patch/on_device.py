@@ -39,11 +39,22 @@ def differing(
 
     table: of all tensors. held_nbytes: how much memory the changes of a call should take.
     """
+    if not derived(new, _has_any):
+        return None
     device = derived(new, _device_of, one.entries)
     if not isinstance(device, Cuda):
         return None
     lying = lying_on(one, table, old, new, device)
-    return None if lying is None else _search(lying, held_nbytes, digest_old)
+    return None if lying is None else _search(device, lying, held_nbytes, digest_old)
+
+
+def _has_any(tensors: Mapping[str, Bits]) -> bool:
+    """Whether any tensors lie on a device."""
+    return any(
+        isinstance(piece.bits, TorchBits) and piece.bits.device is not None
+        for tensor in tensors.values()
+        for piece in pieces_of(tensor)
+    )
 
 
 def _device_of(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Device:
@@ -54,21 +65,11 @@ def _device_of(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Device:
 class LyingStates(NamedTuple):
     """Where parts of tensors lie in two states, each as rows on one device."""
 
-    device: Device
     old: cpu.Spots
     new: cpu.Spots
     sizes: NDArray[np.int64]  # (parts,) elements of each
     itemsize: int
     cast: bool  # whether the new elements are float32, compared as bfloat16
-
-    def compare(self, some: slice, *, most: int = 0, digest_old: bool) -> Found:
-        """Find the changes of some parts, and what they do to the digest. most: as for `Device.find`."""
-        clock = time.perf_counter()
-        before, sizes = self.old.of(some), self.sizes[some]
-        found = self.device.find(before, self.new.of(some), sizes, self.itemsize, most, cast=self.cast)
-        base = self.device.digest(before, sizes, self.itemsize) if digest_old else 0
-        changes, seconds = Changes(found.indices, found.values), time.perf_counter() - clock
-        return Found(found.edges, changes, found.replaced, found.delta, seconds, base=base)
 
 
 class _Rows(NamedTuple):
@@ -86,7 +87,7 @@ def lying_on(
     if before is None or after is None or before.itemsize != one.itemsize:
         return None
     sizes = np.repeat(one.group.sizes, len(one.entries))
-    return LyingStates(device, before.spots, after.spots, sizes, one.itemsize, after.itemsize != one.itemsize)
+    return LyingStates(before.spots, after.spots, sizes, one.itemsize, after.itemsize != one.itemsize)
 
 
 def _rows_on(tensors: Mapping[str, Bits], table: Sequence[Entry], one: PatchSection, device: Device) -> _Rows | None:
@@ -106,14 +107,21 @@ def _rows_on(tensors: Mapping[str, Bits], table: Sequence[Entry], one: PatchSect
     return _Rows(spots, *stored)
 
 
-def _search(lying: LyingStates, held_nbytes: int, digest_old: bool) -> Iterator[Found]:
+def _search(device: Cuda, lying: LyingStates, held_nbytes: int, digest_old: bool) -> Iterator[Found]:
+    old, new, sizes, itemsize, cast = lying
     searched = changed = at = 0
-    ends = np.cumsum(lying.sizes)
-    while at < len(ends):
+    ends = np.cumsum(sizes)
+    while at < len(sizes):
         density = changed / searched if searched else 1 / SPARSE
-        elements = min(AT_ONCE, int(held_nbytes / max(density * (4 + 2 * lying.itemsize), 1e-9)))
+        elements = min(AT_ONCE, int(held_nbytes / max(density * (4 + 2 * itemsize), 1e-9)))
         end = max(at + 1, int(np.searchsorted(ends, searched + elements, "right")))
-        most = 1024 + int((ends[end - 1] - searched) * min(1.0, 2 * density))
-        found = lying.compare(slice(at, end), most=most, digest_old=digest_old)
-        yield found
-        searched, changed, at = int(ends[end - 1]), changed + len(found.replaced), end
+        here = range(at, end)
+        clock = time.perf_counter()
+        before, after, mine = old.of(here), new.of(here), sizes[at:end]
+        most = 1024 + int(mine.sum() * min(1.0, 2 * density))
+        found = device.find(before, after, mine, itemsize, most, cast=cast)
+        base = device.digest(before, mine, itemsize) if digest_old else 0
+        seconds = time.perf_counter() - clock
+        changes = Changes(found.indices, found.values)
+        yield Found(found.edges, changes, found.replaced, found.delta, seconds, base=base)
+        searched, changed, at = int(ends[end - 1]), changed + len(found.indices), end

@@ -83,7 +83,7 @@ class Scan:
         work: Iterator[Any] = self._tiles(one)
         lying = lying_on(one, self.table, self.old, self.new, HOST)
         if lying is not None:
-            compare, work = lying.compare, sliced(lying.sizes, SEGMENT)
+            compare, work = partial(_compare_lying, lying), sliced(lying.sizes, SEGMENT)
         compared = ordered_map(partial(compare, digest_old=self.digest_old), work)
         yield from map(joined, batched(compared, lambda one: 1 + one.nbytes, TOGETHER_NBYTES))
 
@@ -108,8 +108,8 @@ class Scan:
         work: Iterator[Any] = self._runs(entries, cut)
         near, far, itemsize = before.spots, after.spots, self.old[entries[0].name].itemsize
         if near is not None and far is not None and before.itemsize == itemsize:
-            lying = LyingStates(HOST, near, far, before.sizes, itemsize, cast=after.itemsize != itemsize)
-            compare, work = lying.compare, sliced(lying.sizes, SEGMENT)
+            lying = LyingStates(near, far, before.sizes, itemsize, cast=after.itemsize != itemsize)
+            compare, work = partial(_compare_lying, lying), sliced(lying.sizes, SEGMENT)
         found: list[Found] = []
         nbytes = 0
         for compared in ordered_map(partial(compare, digest_old=self.digest_old), work):
@@ -167,6 +167,16 @@ def _row(at: Positions) -> tuple[int, int, int] | None:
     if len(apart) and (apart != apart[0]).any():
         return None
     return int(at.starts[0]), int(apart[0]) if len(apart) else at.run, at.run
+
+
+def _compare_lying(lying: LyingStates, some: slice, *, digest_old: bool) -> Found:
+    """Find the changes of some runs or tiles in host memory, and what they do to the digest."""
+    clock = time.perf_counter()
+    before, sizes, itemsize = lying.old.of(some), lying.sizes[some], lying.itemsize
+    found = cpu.find_in_spots(before, lying.new.of(some), sizes, itemsize, cast=lying.cast)
+    base = cpu.digest_spots(before, sizes, itemsize) if digest_old else 0
+    changes, seconds = Changes(found.indices, found.values), time.perf_counter() - clock
+    return Found(found.edges, changes, found.replaced, found.delta, seconds, base=base)
 
 
 def _seed(entry: Entry) -> int:

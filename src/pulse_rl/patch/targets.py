@@ -141,7 +141,8 @@ class Located(NamedTuple):
 
     spots: cpu.Spots
     windows: cpu.Windows
-    old: OldBits  # the live tensors are to be kept while it is used
+    old: OldBits  # of what `usable` marks. The live tensors are to be kept while it is used
+    usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
     held: NDArray[np.bool_]  # whether this process holds an element
 
     def known(self, changing: NDArray[np.bool_], some: slice | NDArray[np.int64] = slice(None)) -> bool:
@@ -169,7 +170,8 @@ def locate(live: Mapping[str, Copies], table: Sequence[Entry], device: Device) -
     return Located(
         spots,
         windows,
-        OldBits(MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, None), device, usable),
+        OldBits(MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, None), device),
+        usable,
         held,
     )
 

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.changes import gather, gather_rows
 from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
 from pulse_rl.kernels.cpu.spots import ask_for, lanes_up_to, load
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
-# What a segment is, as kernels take it: where its old bits lie, as `coding.MemoryRows`; what it is, as `coding.Kind`;
+# What a segment is, as kernels take it: where its old bits lie as in `coding.Lies`, what it is as in `coding.Kind`,
 # where its changes begin and end among those of all, and its stream.
 _COLUMNS = ("rows", "run", "apart", "stride", "phase", "number", "begin", "end", "stream", "stream_end")
 SEGMENT = np.dtype([("address", np.uint64), *((name, np.int64) for name in _COLUMNS)])
@@ -158,8 +159,14 @@ def find_moves(old: UIntArray, new: UIntArray, field: Field, moved: Moves | None
     return moved
 
 
-def apply_moves(old: UIntArray, ups: NDArray[np.bool_], sizes: NDArray[np.uint64], field: Field) -> UIntArray:
-    """The new values (k,) that old ones (k,) become: the inverse of `find_moves`."""
-    values = old.copy()
+def apply_moves(
+    old: UIntArray, indices: NDArray[np.uint32], ups: NDArray[np.bool_], sizes: NDArray[np.uint64], field: Field
+) -> UIntArray:
+    """The new values (k,) at indices (k,) of old, which are in range: the inverse of `find_moves`.
+
+    old: (n,), contiguous; or (rows, run) that lie apart; indices count through all rows.
+    """
+    values = np.empty(len(indices), old.dtype)
+    (gather if old.ndim == 1 else gather_rows)(old, indices, values)
     undo_moves(ups, sizes, np.uint64(field.sign), field.floating, values)
     return values

@@ -111,9 +111,15 @@ def ask_for(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         pointer = element_pointer(builder, signature.args[0], args[1], args[2])
-        options = number(0), number(2), number(1)  # to read, into all caches but the first, data
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(prefetch, [builder.bitcast(pointer, byte), *options])
+        builder.call(
+            builder.module.declare_intrinsic("llvm.prefetch", [byte], kind),
+            [
+                builder.bitcast(pointer, byte),
+                number(0),
+                number(2),
+                number(1),
+            ],  # read, second cache, data
+        )
         return context.get_dummy_value()
 
     return types.void(values, types.uint64, types.int64), codegen

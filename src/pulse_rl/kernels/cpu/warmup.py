@@ -137,7 +137,7 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
     old = (old % field.exponents) << kind.type(field.shift)
     indices = np.arange(0, N, 2, dtype=np.uint32)
     moved = moves.find_moves(old[indices], old[indices] + kind.type(1), field)
-    moves.apply_moves(old[indices], moved.ups, moved.sizes, field)
+    moves.apply_moves(old, indices, moved.ups, moved.sizes, field)
     study.histogram(moved, field.exponents)
     one = np.ones(1, np.int64)
     memory = coding.memory_of([old])
