@@ -74,8 +74,8 @@ def specs_of(specs: Sequence[SegmentSpec]) -> list[Specs]:
     return found
 
 
-# The bits of a segment, by number: (size,), contiguous; or (rows, run) that lie apart, where the elements of a row lie
-# one after another, and are at least `cpu.LANES`.
+# The bits of a segment, by number: (size,), contiguous; or (rows, run) that lie apart, as `comparable_rows` describes
+# them.
 Read: TypeAlias = Callable[[int], UIntArray]
 
 

@@ -1,7 +1,6 @@
 """What differs between two states of weights that lie on one device, found there: only the changes come to the host.
 
-A call searches many segments, in the order in which a patch codes them, so nothing is left to be sorted. Where they lie
-is found here for host memory, too.
+A call searches many segments, in the order in which a patch codes them, so nothing is left to be sorted.
 """
 
 import time
@@ -16,7 +15,7 @@ from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import PatchSection
 from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.targets import device_for, locate
-from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes, Found
 from pulse_rl.weights.devices import Cuda, Device
 from pulse_rl.weights.layout import derived
@@ -44,8 +43,11 @@ def differing(
     device = derived(new, _device_of, one.entries)
     if not isinstance(device, Cuda):
         return None
-    lying = lying_on(one, table, old, new, device)
-    return None if lying is None else _search(device, lying, held_nbytes, digest_old)
+    before, after = (derived(state, _rows_on, table, one, device) for state in (old, new))
+    if before is None or after is None:
+        return None
+    cast, sizes = after.itemsize != one.itemsize, np.repeat(one.group.sizes, len(one.entries))
+    return _search(device, before.spots, after.spots, sizes, one.itemsize, cast, held_nbytes, digest_old)
 
 
 def _has_any(tensors: Mapping[str, Bits]) -> bool:
@@ -62,32 +64,11 @@ def _device_of(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Device:
     return device_for(tensors[entry.name] for entry in entries)
 
 
-class LyingStates(NamedTuple):
-    """Where parts of tensors lie in two states, each as rows on one device."""
-
-    old: cpu.Spots
-    new: cpu.Spots
-    sizes: NDArray[np.int64]  # (parts,) elements of each
-    itemsize: int
-    cast: bool  # whether the new elements are float32, compared as bfloat16
-
-
 class _Rows(NamedTuple):
     """Where the segments of a group lie, each as rows on one device."""
 
     spots: cpu.Spots
     itemsize: int  # bytes of an element in memory
-
-
-def lying_on(
-    one: PatchSection, table: Sequence[Entry], old: Mapping[str, Bits], new: Mapping[str, Bits], device: Device
-) -> LyingStates | None:
-    """Where the segments of a group lie in both states; None unless all of it is rows on this device."""
-    before, after = (derived(state, _rows_on, table, one, device) for state in (old, new))
-    if before is None or after is None or before.itemsize != one.itemsize:
-        return None
-    sizes = np.repeat(one.group.sizes, len(one.entries))
-    return LyingStates(before.spots, after.spots, sizes, one.itemsize, after.itemsize != one.itemsize)
 
 
 def _rows_on(tensors: Mapping[str, Bits], table: Sequence[Entry], one: PatchSection, device: Device) -> _Rows | None:
@@ -96,7 +77,7 @@ def _rows_on(tensors: Mapping[str, Bits], table: Sequence[Entry], one: PatchSect
         bits.stored_itemsize
         for entry in one.entries
         for _, bits, _ in pieces_of(tensors[entry.name])
-        if isinstance(bits, HostBits | ArrayCastBits | TorchBits)
+        if isinstance(bits, HostBits | TorchBits)
     }
     if len(stored) != 1:
         return None
@@ -107,8 +88,16 @@ def _rows_on(tensors: Mapping[str, Bits], table: Sequence[Entry], one: PatchSect
     return _Rows(spots, *stored)
 
 
-def _search(device: Cuda, lying: LyingStates, held_nbytes: int, digest_old: bool) -> Iterator[Found]:
-    old, new, sizes, itemsize, cast = lying
+def _search(
+    device: Cuda,
+    old: cpu.Spots,
+    new: cpu.Spots,
+    sizes: NDArray[np.int64],
+    itemsize: int,
+    cast: bool,
+    held_nbytes: int,
+    digest_old: bool,
+) -> Iterator[Found]:
     searched = changed = at = 0
     ends = np.cumsum(sizes)
     while at < len(sizes):

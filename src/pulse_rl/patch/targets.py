@@ -20,7 +20,7 @@ from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch.live import Copies, plain_pieces, shared_memory
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, Shape, rows_in
 from pulse_rl.weights.changes import Changes
@@ -190,7 +190,7 @@ def _pieces_on(entry: Entry, copies: Copies, device: Device) -> Sequence[Piece] 
     pieces = pieces_of(copies[0]) if copies else ()
     for _, bits, _ in pieces:
         if (
-            not isinstance(bits, HostBits | ArrayCastBits | TorchBits)
+            not isinstance(bits, HostBits | TorchBits)
             or bits.device is not device
             or not bits.contiguous
             or bits.dtype != entry.dtype

@@ -75,7 +75,7 @@ def joined_memory(several: Sequence[MemoryRows]) -> MemoryRows:
 
 
 def memory_of(olds: Sequence[UIntArray]) -> MemoryRows:
-    """olds: of one dtype, each as `codecs.base.Read` gives it."""
+    """olds: of one dtype, each as in `moves.count_exponents`."""
     places = []
     for old in olds:
         rows, run = old.shape if old.ndim == 2 else (1, old.size)

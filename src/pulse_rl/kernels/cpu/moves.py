@@ -146,6 +146,23 @@ class Hot(NamedTuple):
     exponents: NDArray[np.uint16]  # (h,)
 
 
+def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int64]:
+    """Estimate how many elements of old have each exponent, (E,), from every `every`-th run of 64; 1 is exact.
+
+    old: (n,), contiguous; or (rows, run) that lie apart, where the elements of a row lie one after another, and are at
+    least LANES.
+    """
+    segments = np.zeros(1, SEGMENT)
+    rows, run = old.shape if old.ndim == 2 else (1, old.size)
+    for name, value in (("address", old.ctypes.data), ("rows", rows), ("run", run), ("apart", old.strides[0])):
+        segments[name] = value
+    kind, like, each = old.dtype.type, np.empty(0, old.dtype), np.array([every])
+    counts = np.zeros((1, field.exponents), np.int32)
+    count_in_segments(like, read_only(segments), kind(field.mask), kind(field.shift), read_only(each), counts)
+    found: NDArray[np.int64] = counts[0].astype(np.int64)
+    return found
+
+
 def no_moves(count: int) -> Moves:
     """Memory for this many moves."""
     return Moves(np.empty(count, np.uint16), np.empty(count, np.bool_), np.empty(count, np.uint64))
