@@ -54,6 +54,7 @@ LONG = (
 # Fixtures whose first use takes long in each process, as ranks start or kernels are compiled for the emulated device:
 # tests that share them stay together.
 OF_ALL = ("ranks", "a_device")
+WORKERS = pytest.StashKey["list[subprocess.Popen[bytes]]"]()
 WARMUP = pytest.StashKey["subprocess.Popen[bytes]"]()
 
 
@@ -67,6 +68,22 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any) -> None:
     assert node.config.stash[WARMUP].wait() == 0, "pulse-rl warmup failed"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodeready(node: Any) -> None:
+    node.config.stash.setdefault(WORKERS, []).append(node.gateway._io.popen)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """The suite fails where one of its processes crashes as it ends, as after a write past the end of an array."""
+    result = yield
+    ended = [worker.poll() for worker in session.config.stash.get(WORKERS, [])]
+    if crashed := [signal.Signals(-code).name for code in ended if code in (-signal.SIGABRT, -signal.SIGSEGV)]:
+        print(f"\nprocesses of the suite crashed as they ended: {', '.join(crashed)}")
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
