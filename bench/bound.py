@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pulse_rl.dtypes import field_of
-from pulse_rl.kernels.cpu.moves import count_exponents
+from pulse_rl.kernels.cpu.study import count_exponents
 from pulse_rl.study.measure.tally import Tally, empty_tally, information, tally
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.segments import segments
@@ -45,7 +45,7 @@ def _tally(old: Bits, new: Bits) -> Tally:
     total = empty_tally(old.dtype)
     for start, stop in segments(old.size):
         before = old.read(start, stop)
-        elements = count_exponents(before, field_of(old.dtype), 1)
+        elements = count_exponents(before, field_of(old.dtype))
         total += tally(old.dtype, elements, None, before, new.read(start, stop))[0]
     return total
 

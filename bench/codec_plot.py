@@ -20,8 +20,9 @@ import numpy as np
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import field_of
-from pulse_rl.kernels.cpu import coding, context, moves, rangecoder
+from pulse_rl.kernels.cpu import coding, context, rangecoder
 from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts
+from pulse_rl.kernels.cpu.study import count_exponents
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import encode
 from pulse_rl.weights.layout import Layout
@@ -66,7 +67,7 @@ def counted() -> Iterator[list[tuple[Any, Any, int]]]:
         for number, stream in enumerate(streams):
             if stream is None:
                 continue
-            one, (a, b) = [number], changes.edges[number : number + 2]
+            one, (a, b) = np.array([number]), changes.edges[number : number + 2]
             alone = Kind(*kind[:2], *(each[one] for each in kind[2:]))
             mine = SegmentMoves(
                 changes.edges[number : number + 2] - a, changes.indices[a:b], changes.moved.at(slice(a, b))
@@ -127,8 +128,8 @@ def by_exponent(old: Layout, new: Layout) -> tuple[Any, Any]:
     elements, changes = np.zeros(BF16.exponents, np.int64), np.zeros(BF16.exponents, np.int64)
     for name, bits in old.items():
         before, after = bits.read(0, bits.size), new[name].read(0, bits.size)
-        elements += moves.count_exponents(before, BF16, 1)
-        changes += moves.count_exponents(before[before != after], BF16, 1)
+        elements += count_exponents(before, BF16)
+        changes += count_exponents(before[before != after], BF16)
     return elements, changes
 
 

@@ -78,9 +78,9 @@ def runs_of(old: State, new: State, elements: int, there: devices.Cuda) -> tuple
         specs = Specs("BF16", sizes, np.diff(edges), np.full_like(sizes, row), starts % row)
         read = OldReader(partial(_part, host))
         found, usable = Changes(indices, values), np.ones(len(sizes), np.bool_)
-        run = Run(specs, edges, found, replaced, read, copied, usable, devices.HOST)
+        run = Run(specs, edges, found, replaced, read, OldBits(copied, devices.HOST, usable))
         on_cpu.append(run)
-        on_gpu.append(run._replace(memory=cut_old.memory, device=there))
+        on_gpu.append(run._replace(lying=OldBits(cut_old.memory, there, usable)))
     return on_gpu, on_cpu
 
 
@@ -118,7 +118,9 @@ def decoded(coded: list[Block], runs: list[Run]) -> list[Changes]:
         (head, (span,)), block = one
         count = sum(run.segments for run in block)
         (opened,) = context.ContextCodec().open(memoryview(head), [run.specs for run in block], [count])
-        old = OldBits(joined_memory([run.memory for run in block]), block[0].device)
+        lying = list(map(_lying, block))
+        memory = joined_memory([one.memory for one in lying])
+        old = OldBits(memory, lying[0].device, np.concatenate([one.usable for one in lying]))
         reader = OldReader(partial(_read, block))
         return [each.changes for each in opened([memoryview(span)]).decode(np.arange(count), reader, old)]
 
@@ -128,7 +130,12 @@ def decoded(coded: list[Block], runs: list[Run]) -> list[Changes]:
 
 def _most(runs: list[Run]) -> int:
     """Blocks that are coded at once."""
-    return 1 if runs[0].device is devices.HOST else devices.CODERS
+    return 1 if _lying(runs[0]).device is devices.HOST else devices.CODERS
+
+
+def _lying(run: Run) -> OldBits:
+    assert run.lying is not None
+    return run.lying
 
 
 def clocked(function: Callable[[], Any]) -> tuple[float, Any]:

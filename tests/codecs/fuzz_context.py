@@ -15,13 +15,14 @@ import struct
 import sys
 from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pulse_rl.codecs import context as context_codec
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import OldReader, SegmentChanges, SegmentSpec
+from pulse_rl.codecs.base import OldReader, Run, Specs, Units
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import rangecoder
@@ -37,7 +38,7 @@ class Block(NamedTuple):
     """A block as a reader gets it, and the old bits."""
 
     payload: bytes
-    specs: list[SegmentSpec]
+    specs: "list[SegmentSpec]"
     old: list[Any]  # one array per segment
 
 
@@ -51,20 +52,55 @@ class Segment(NamedTuple):
     phase: int = 0
 
 
-def parts_of(segments: Sequence[Segment]) -> list[SegmentChanges]:
-    """What the encoder takes of these segments."""
-    parts = []
-    for dtype, old, new, row, phase in segments:
-        changes = find_changes(old, new)
-        spec = SegmentSpec(dtype, len(old), len(changes.indices), row, phase)
-        parts.append(SegmentChanges(spec, changes, lambda old=old: old))  # type: ignore[misc]
-    return parts
+class SegmentSpec(NamedTuple):
+    """One segment as `Specs` has several."""
+
+    dtype: str
+    size: int
+    changed: int
+    stride: int
+    phase: int
+
+
+def specs_of(specs: Sequence[SegmentSpec]) -> list[Specs]:
+    """The same in columns."""
+    alike = [list(run) for _, run in groupby(specs, lambda spec: spec.dtype)]
+    return [Specs(run[0].dtype, *np.array([spec[1:] for spec in run], np.int64).T) for run in alike]
+
+
+def spec_of(segment: Segment) -> SegmentSpec:
+    """What a decoder knows about a segment."""
+    changed = int((segment.old != segment.new).sum())
+    return SegmentSpec(segment.dtype, len(segment.old), changed, segment.row, segment.phase)
+
+
+def run_of(segment: Segment) -> Run:
+    """A run of this segment alone, which the encoder takes."""
+    changes = find_changes(segment.old, segment.new)
+    (specs,) = specs_of([spec_of(segment)])
+    edges, replaced = np.append(0, specs.changed), segment.old[changes.indices]
+    return Run(specs, edges, changes, replaced, OldReader(lambda number: segment.old))
+
+
+def encode_block(runs: Sequence[Run]) -> bytes:
+    """One block of one span, as `u32 n | head of n bytes | span`."""
+    head, (span,) = CODEC.encode(runs, [len(runs)])
+    return struct.pack("<I", len(head)) + head + span
+
+
+def open_block(payload: Any, specs: Sequence[SegmentSpec]) -> Units:
+    """The units of such a block. Raises FormatError."""
+    if len(payload) < 4:
+        raise FormatError("no length of a head")
+    block, (nbytes,) = memoryview(payload), struct.unpack_from("<I", payload)
+    (span,) = CODEC.open(block[4 : 4 + nbytes], specs_of(specs), [len(specs)])
+    return span([block[4 + nbytes :]])
 
 
 def encoded(segments: Sequence[Segment]) -> Block:
     """The block that the encoder makes of these segments."""
-    parts = parts_of(segments)
-    return Block(CODEC.encode_block(parts), [part.spec for part in parts], [segment.old for segment in segments])
+    payload = encode_block(list(map(run_of, segments)))
+    return Block(payload, list(map(spec_of, segments)), [segment.old for segment in segments])
 
 
 def streams_of(streams: Sequence[bytes]) -> Streams:
@@ -75,7 +111,7 @@ def streams_of(streams: Sequence[bytes]) -> Streams:
 
 def decode(block: Block) -> Decoded:
     """The library's result. Raises FormatError."""
-    units = CODEC.open_block(memoryview(block.payload), block.specs)
+    units = open_block(block.payload, block.specs)
     decoded = units.decode(np.arange(len(block.specs)), OldReader(lambda number: block.old[number]), None)
     return [(indices.tolist(), values.tolist()) for found in decoded for indices, values in found.each()]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import pulse_rl as pulse
 from pulse_rl import parallel
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import OldReader, SegmentSpec
+from pulse_rl.codecs.base import OldReader
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
@@ -25,7 +25,18 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import rangecoder
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
-from tests.codecs.fuzz_context import CODEC, Block, Segment, block_of, check, decode, decode_naively, encoded
+from tests.codecs.fuzz_context import (
+    CODEC,
+    Block,
+    Segment,
+    SegmentSpec,
+    block_of,
+    check,
+    decode,
+    decode_naively,
+    encoded,
+    open_block,
+)
 from tests.patch.tools import changed, listed, random_tensor, seal, snapshot, take_apart
 
 NAMES = sorted(ITEMSIZES)
@@ -152,7 +163,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
         listed.append(Segment("BF16", old, stepped(old, 0.2, "ulp", rng), 30))
     block = encoded(listed)
     head = 4 + struct.unpack_from("<I", block.payload)[0]
-    units = CODEC.open_block(memoryview(block.payload), block.specs)
+    units = open_block(block.payload, block.specs)
     assert units.sizes.tolist() == [1, 1, 1, 1]
     expected = expected_of(listed)
     for chosen in ([2], [0], [3], [0, 3], [1, 2]):
@@ -164,7 +175,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
     turned = bytearray(block.payload)
     for at in range(head, min(last, len(turned) - 200)):
         turned[at] ^= 0xFF
-    units = CODEC.open_block(memoryview(turned), block.specs)
+    units = open_block(turned, block.specs)
     ((_, (indices, values)),) = units.decode(np.array([3]), OldReader(lambda _: block.old[3]), None)
     assert (indices.tolist(), values.tolist()) == expected[3]
 
@@ -497,7 +508,7 @@ def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: b
     clock = time.perf_counter()
     tracemalloc.start()
     try:
-        units = CODEC.open_block(memoryview(block.payload), block.specs)
+        units = open_block(block.payload, block.specs)
         (found,) = units.decode(np.array([0]), OldReader(lambda _: old), None)
         assert len(found.changes.indices) == size
     except FormatError:

@@ -47,7 +47,7 @@ class Held:
 
     @property
     def lies(self) -> tuple[int, int, int, int]:
-        """As `coding.Lies`."""
+        """Address, rows, elements in a row, and bytes from row to row."""
         itemsize = self.memory.itemsize
         address = self.memory.data_ptr() + self._before * itemsize
         return address, self.rows, self.run, self._apart * itemsize

@@ -9,18 +9,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pulse_rl.codecs import context as codec
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import OldBits, OldReader
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding as cpu_coding
 from pulse_rl.kernels.cpu import moves
-from pulse_rl.kernels.cpu.coding import Kind, Lies, SegmentMoves
+from pulse_rl.kernels.cpu.coding import Kind, SegmentMoves
 from pulse_rl.kernels.cpu.rangecoder import SLACK
 from pulse_rl.kernels.gpu import coding, device
 from pulse_rl.weights import devices
-from tests.codecs.fuzz_context import Segment, encoded, parts_of, streams_of
+from tests.codecs.fuzz_context import Segment, encode_block, encoded, open_block, run_of, spec_of, streams_of
 from tests.kernels import gpu_device
 from tests.kernels.gpu_device import Held, a_device, memory_of  # noqa: F401 - a fixture
 
@@ -52,7 +51,7 @@ class _Noted:
         return getattr(self._coder, name)
 
 
-def unread() -> Any:
+def unread(number: int) -> Any:
     raise AssertionError("no bits are to be read through the host")
 
 
@@ -65,23 +64,19 @@ class OnDevice:
     def __init__(self, segments: Sequence[Segment], *, readable: bool = False) -> None:
         self.there = TheDevice()
         self._held = [Held(one.old, before=number) for number, one in enumerate(segments)]
-        self.parts = [
-            part._replace(
-                read=part.read if readable else unread,
-                replaced=one.old[part.changes.indices],
-                lies=Lies(*held.lies),
-                device=self.there,
-            )
-            for part, held, one in zip(parts_of(segments), self._held, segments, strict=True)
-        ]
+        everywhere = [OldBits(memory_of([held]), self.there, np.ones(1, np.bool_)) for held in self._held]
+        self.runs = [run_of(one)._replace(lying=lying) for one, lying in zip(segments, everywhere, strict=True)]
+        if not readable:
+            self.runs = [run._replace(old=OldReader(unread)) for run in self.runs]
+        self._specs = list(map(spec_of, segments))
 
     def encode(self) -> bytes:
-        return codec.ContextCodec().encode_block(self.parts)
+        return encode_block(self.runs)
 
     def decode(self, block: bytes) -> list[tuple[list[int], list[int]]]:
-        units = codec.ContextCodec().open_block(memoryview(block), [part.spec for part in self.parts])
-        old = OldBits(memory_of(self._held), self.there)
-        decoded = units.decode(np.arange(len(self.parts)), OldReader(lambda number: self.parts[number].read()), old)
+        old = OldBits(memory_of(self._held), self.there, np.ones(len(self.runs), np.bool_))
+        reader = OldReader(lambda number: self.runs[number].old.one(0))
+        decoded = open_block(block, self._specs).decode(np.arange(len(self.runs)), reader, old)
         return [(indices.tolist(), values.tolist()) for found in decoded for indices, values in found.each()]
 
 
@@ -194,7 +189,8 @@ def test_segments_that_lie_partly_elsewhere_are_read_and_coded_on_the_host() -> 
     """One of three is not on the device as kernels need it, so that all are read."""
     listed = drifting("BF16")[:3]
     here = OnDevice(listed, readable=True)
-    here.parts[1] = here.parts[1]._replace(lies=None)
+    lying = here.runs[1].lying
+    here.runs[1] = here.runs[1]._replace(lying=lying and lying._replace(usable=np.zeros(1, np.bool_)))
     assert here.encode() == encoded(listed).payload
     assert here.there.called == []
 

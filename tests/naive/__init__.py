@@ -5,7 +5,6 @@ Same names, same arguments, same results; only tests run them. A reader in anoth
 
 from tests.naive.changes import (
     find_changes,
-    find_changes_rows,
     gather,
     gather_rows,
     scatter,
@@ -22,7 +21,6 @@ __all__ = [
     "digest_range",
     "digest_rows",
     "find_changes",
-    "find_changes_rows",
     "gap_decode",
     "gap_encode",
     "gather",

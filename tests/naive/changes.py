@@ -12,10 +12,6 @@ def find_changes(old: Any, new: Any, indices: Any, values: Any) -> int:
     return k
 
 
-def find_changes_rows(old: Any, new: Any, indices: Any, values: Any) -> int:
-    return find_changes(old.reshape(-1), new.reshape(-1), indices, values)
-
-
 def scatter(target: Any, indices: Any, values: Any) -> None:
     for index, value in zip(indices, values, strict=True):
         target[int(index)] = value

@@ -19,7 +19,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
-from pulse_rl.codecs.base import SegmentSpec, specs_of
+from pulse_rl.codecs.base import Specs
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.history.manifest import parse
@@ -256,7 +256,8 @@ DENSE = [
 @pytest.mark.parametrize(("codec", "itemsize", "size", "least"), DENSE)
 def test_where_a_segment_becomes_dense(codec: str, itemsize: int, size: int, least: int) -> None:
     dtype = f"U{8 * itemsize}"
-    (specs,) = specs_of([SegmentSpec(dtype, size, changed, size, 0) for changed in (least - 1, least, 0)])
+    sizes = np.full(3, size)
+    specs = Specs(dtype, sizes, np.array([least - 1, least, 0]), sizes, 0 * sizes)
     assert CODECS[codec].is_dense(specs).tolist() == [False, True, False]
 
 

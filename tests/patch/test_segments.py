@@ -93,10 +93,10 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
     }
     segments = whole_segments(tensors)
     live = {name: [bits] for name, bits in tensors.items()}
-    spots, windows = spots_of(segments, range(len(tensors)), live, ())
+    spots, windows, _ = spots_of(segments, range(len(tensors)), live, ())
     assert (windows.runs == cpu.WHOLE).all()
     lies = locate(live, segments.table, HOST)
-    lying, usable = lies.old.memory, lies.usable
+    lying, usable = lies.old.memory, lies.old.usable
     for number, segment in enumerate(listed(segments)):
         entry = segments.table[segment.tensor]
         view = place_view(tensors[entry.name], segment.place)
@@ -134,7 +134,7 @@ def test_memory_that_is_not_plain_has_no_spots() -> None:
     }
     table = [Entry(name, "I16", (512, 512), (whole((512, 512)),)) for name in tensors]
     segments = Segments(table)
-    spots, windows = spots_of(segments, [0] * len(table), tensors, {"left out"})
+    spots, windows, _ = spots_of(segments, [0] * len(table), tensors, {"left out"})
     assert not spots.addresses.any()
     where = [segments.table[tensor].name == "nowhere" for tensor, _, _ in listed(segments)]
     assert [*(windows.rows == 0)] == where
@@ -154,7 +154,7 @@ def test_parts_of_segments_have_spots_where_they_lie(part: tuple[int, int, int, 
     }
     table = [Entry("w", "I16", shape, (whole(shape),))]
     segments = Segments(table)
-    spots, windows = spots_of(segments, [7], live, ())
+    spots, windows, _ = spots_of(segments, [7], live, ())
     (piece,) = pieces_of(live["w"][0])
     assert isinstance(piece.bits, HostBits)
     random = np.random.default_rng(seed)

@@ -15,7 +15,6 @@ import zstandard
 from blake3 import blake3
 
 import pulse_rl as pulse
-from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.patch.encode import find
@@ -23,6 +22,7 @@ from pulse_rl.patch.segments import Segments
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import layout
+from tests.codecs.fuzz_context import SegmentSpec
 
 TORCH_DTYPES = [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
 NUMPY_DTYPES = [name for name in DTYPES if "bfloat" not in name and "float8" not in name]

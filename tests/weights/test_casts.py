@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pulse_rl as pulse
+from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.weights.bits import ArrayCastBits, TorchBits, as_bits
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS, cast_array
-from pulse_rl.weights.changes import find_cast_changes, find_changes
+from pulse_rl.weights.changes import find_changes
 from tests.naive import loco as reference
 
 SOURCES = ["float16", "float32", "float64"]
@@ -196,14 +197,10 @@ def test_changes_of_cast_floats_are_those_of_their_bits(patterns: list[int], dat
     assert np.array_equal(cast_array(floats, "bfloat16"), new)
     same = np.array(data.draw(st.lists(st.booleans(), min_size=len(new), max_size=len(new))), bool)
     old = np.where(same, new, new ^ 1).astype(np.uint16)
-    found, expected = find_cast_changes(old, floats), find_changes(old, new)
-    assert np.array_equal(found.indices, expected.indices)
-    assert np.array_equal(found.values, expected.values)
-
-
-def test_what_is_compared_with_cast_floats_must_fit() -> None:
-    floats = np.zeros(4, np.float32)
-    others: list[Any] = [np.zeros(3, np.uint16), np.zeros(4, np.uint32), np.zeros((2, 2), np.uint16)]
-    for old in others:
-        with pytest.raises(ValueError, match="expected flat arrays of uint16 and float32 of one shape"):
-            find_cast_changes(old, floats)
+    if len(new):
+        one, size = np.ones(1, np.int64), np.array([len(new)])
+        addresses = (np.array([elements.ctypes.data], np.uint64) for elements in (old, floats))
+        before, after = (cpu.Spots(at, size, 0 * one, size, size, 0 * at, one) for at in addresses)
+        found, expected = cpu.find_in_spots(before, after, size, 2, cast=True), find_changes(old, new)
+        assert np.array_equal(found.indices, expected.indices)
+        assert np.array_equal(found.values, expected.values)

@@ -8,7 +8,6 @@ and decoder agree without a flag.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -16,30 +15,19 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import Lies, MemoryRows, memory_at, memory_of
+from pulse_rl.kernels.cpu.coding import MemoryRows, memory_of
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
-from pulse_rl.weights.segments import SEGMENT
-
-
-class SegmentSpec(NamedTuple):
-    """What a decoder knows about a segment before it reads the payload."""
-
-    dtype: str  # as safetensors spells it
-    size: int  # elements
-    changed: int  # elements with new bits, at most size
-    stride: int  # elements in a row of the tensor; the segment's size if a row is longer than any segment
-    phase: int  # column of the segment's first element
 
 
 class Specs(NamedTuple):
-    """Segments that follow one another, of one dtype; what a decoder knows about them, as `SegmentSpec`."""
+    """Segments that follow one another, of one dtype; what a decoder knows about them before it reads the payload."""
 
-    dtype: str
-    sizes: NDArray[np.int64]  # (segments,) each
-    changed: NDArray[np.int64]
-    strides: NDArray[np.int64]
-    phases: NDArray[np.int64]
+    dtype: str  # as safetensors spells it
+    sizes: NDArray[np.int64]  # (segments,) elements of each
+    changed: NDArray[np.int64]  # elements with new bits, at most the size
+    strides: NDArray[np.int64]  # elements in a row of the tensor; the size if a row is longer than any segment
+    phases: NDArray[np.int64]  # column of the segment's first element
 
     @property
     def itemsize(self) -> int:
@@ -65,17 +53,8 @@ def joined_specs(several: Sequence[Specs]) -> Specs:
     return Specs(several[0].dtype, *map(np.concatenate, zip(*(specs[1:] for specs in several), strict=True)))
 
 
-def specs_of(specs: Sequence[SegmentSpec]) -> list[Specs]:
-    """The same in columns."""
-    found = []
-    for dtype, alike in groupby(specs, lambda spec: spec.dtype):
-        columns = np.array([spec[1:] for spec in alike], np.int64).T
-        found.append(Specs(dtype, *columns))
-    return found
-
-
-# The bits of a segment, by number: (size,), contiguous; or (rows, run) that lie apart, as `comparable_rows` describes
-# them.
+# The bits of a segment, by number: (size,), contiguous; or (rows, run) that lie apart, where the elements of a row lie
+# one after another, and are at least `cpu.LANES`.
 Read: TypeAlias = Callable[[int], UIntArray]
 
 
@@ -103,23 +82,16 @@ class OldReader(NamedTuple):
         return self._replace(first=self.first + start)
 
 
-def run_spec(dtype: str, shape: Sequence[int], start: int, stop: int, changed: int) -> SegmentSpec:
-    """The spec of the elements at the flat positions [start, stop) of a tensor."""
-    row = shape[-1] if shape else 1
-    if row > SEGMENT:
-        return SegmentSpec(dtype, stop - start, changed, stop - start, 0)
-    return SegmentSpec(dtype, stop - start, changed, row, start % row)
+class OldBits(NamedTuple):
+    """Where the old bits of segments lie."""
 
+    memory: MemoryRows
+    device: Device  # in whose memory that is
+    usable: NDArray[np.bool_]  # (segments,) whether kernels can use them there; others are to be read
 
-class SegmentChanges(NamedTuple):
-    """A segment to encode."""
-
-    spec: SegmentSpec
-    changes: Changes
-    read: Callable[[], UIntArray]  # its old bits, as `Read` gives them
-    replaced: UIntArray | None = None  # (k,) the old bits of the changed elements, where they are known
-    lies: Lies | None = None  # where the old bits lie, if kernels can use them there without `read`
-    device: Device = HOST  # in whose memory that is
+    def of(self, some: slice | NDArray[np.int64]) -> "OldBits":
+        """Those of some segments."""
+        return OldBits(self.memory.of(some), self.device, self.usable[some])
 
 
 class Run(NamedTuple):
@@ -130,9 +102,7 @@ class Run(NamedTuple):
     changes: Changes  # (k,) of all
     replaced: UIntArray  # (k,) the old bits of the changed elements
     old: OldReader
-    memory: MemoryRows  # where the old bits lie
-    usable: NDArray[np.bool_]  # (segments,) whether kernels can use them there without `read`
-    device: Device  # in whose memory that is
+    lying: OldBits | None = None  # the same where they lie, if that is known
 
     @property
     def segments(self) -> int:
@@ -154,8 +124,7 @@ class Run(NamedTuple):
             changes=Changes(self.changes.indices[first:last], self.changes.values[first:last]),
             replaced=self.replaced[first:last],
             old=self.old.after(start),
-            memory=self.memory.at(some),
-            usable=self.usable[some],
+            lying=self.lying and self.lying.of(some),
         )
 
 
@@ -204,36 +173,11 @@ def cut(runs: Sequence[C], sizes: Sequence[int]) -> Iterator[list[C]]:
         yield found
 
 
-def run_of(segment: SegmentChanges) -> Run:
-    """One segment as a run."""
-    spec, changes, read, replaced, lies, device = segment
-    if replaced is None:
-        old = read()
-        replaced = np.empty(len(changes.indices), old.dtype)
-        (cpu.gather if old.ndim == 1 else cpu.gather_rows)(old, changes.indices, replaced)
-
-    (specs,) = specs_of([spec])
-    memory = memory_at([lies or Lies(0, 1, spec.size, 0)], segment)
-    usable, edges = np.array([lies is not None]), np.array([0, spec.changed])
-    return Run(specs, edges, changes, replaced, OldReader(lambda number: read()), memory, usable, device)
-
-
-class OldBits(NamedTuple):
-    """The old bits of segments, which kernels use where they lie."""
-
-    memory: MemoryRows
-    device: Device
-
-    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "OldBits":
-        """Those of some segments."""
-        return OldBits(self.memory.of(numbers), self.device)
-
-
 class Units(NamedTuple):
     """The units of a span: consecutive segments that are decoded from their own bytes and old bits alone.
 
     `decode` takes the numbers of some segments of the span, ascending and whole units; what reads the old bits of one,
-    by its place among these; and, if known, where the old bits of all these lie. It returns their changes, as many as
+    by its place among these; and where these lie, if kernels can use all of them. It returns their changes, as many as
     the specs say. It raises FormatError for malformed bytes, and allocates at most what the specs announce.
     """
 

@@ -13,7 +13,6 @@ the bits of a segment are in `kernels.cpu.context`.
 Where all old bits of a block lie on a device, that device counts and codes: it has kernels with the same bytes.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -28,17 +27,13 @@ from pulse_rl.codecs.base import (
     OldBits,
     OldReader,
     Run,
-    SegmentChanges,
-    SegmentSpec,
     Specs,
     Units,
     cut,
     joined_specs,
-    run_of,
-    specs_of,
 )
-from pulse_rl.codecs.model import Ints, Model
-from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, field_of
+from pulse_rl.codecs.model import PLAIN, Ints, Model
+from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding, context, moves
 from pulse_rl.kernels.cpu.coding import Starts, Streams
@@ -56,7 +51,6 @@ SAMPLE, SAMPLE_CHANGES, SAMPLE_MOST = 1 << 22, 1 << 11, 1 << 24
 BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
 NONE = np.empty(0, np.int64)
-PLAIN = -1  # in place of a class: of a segment whose stream is its new elements
 # Coded and decoded, a decision takes some 20 ns: 1/128 bit on a link of 0.4 Mbit/s. Of models whose changes reach to
 # large exponents, half the decisions and a third of the time for 1 % of bytes; of others nothing.
 PRICE = 16
@@ -98,25 +92,13 @@ class ContextCodec:
             group = _Group(dtype, members)
             price = max(self._price, ONE_BYTE_PRICE) if ITEMSIZES[dtype] == 1 else self._price
             classes, models, coded = _encode_group(group, price)
-            numbers += _group_numbers(group.field, group.changed, classes, models, coded)
-            kinds += _kinds(group.field, len(group.numbers))
+            numbers += model.group_numbers(group.field, group.changed, classes, models, coded)
+            kinds += model.group_kinds(group.field, len(group.numbers))
             for number, stream in zip(group.numbers.tolist(), coded, strict=True):
                 streams[number] = stream
         head = encode_numbers(np.array(numbers, np.int64), np.frombuffer(kinds, np.uint8))
         left = iter(streams)
         return head, [b"".join(islice(left, size)) for size in spans]
-
-    def encode_block(self, segments: Sequence[SegmentChanges]) -> bytes:
-        """Encode one block of one span as `u32 n | head of n bytes | span`."""
-        head, (span,) = self.encode(list(map(run_of, segments)), [len(segments)])
-        return struct.pack("<I", len(head)) + head + span
-
-    def open_block(self, block: memoryview, specs: Sequence[SegmentSpec]) -> Units:
-        """The units of what `encode_block` has made: each segment is one. Raises FormatError."""
-        if len(block) < 4:
-            raise FormatError(f"context block: expected at least 4 bytes, found {len(block)}")
-        (nbytes,) = struct.unpack_from("<I", block)
-        return self.open(block[4 : 4 + nbytes], specs_of(specs), [len(specs)])[0]([block[4 + nbytes :]])
 
     def open(
         self, shared: memoryview, specs: Sequence[Specs], spans: Sequence[int]
@@ -129,7 +111,7 @@ class ContextCodec:
                 groups.setdefault(each.dtype, []).append(first + changing)
             first += each.segments
         members = {dtype: np.concatenate(numbers) for dtype, numbers in groups.items()}
-        kinds = [_kinds(field_of(dtype), len(mine)) for dtype, mine in members.items()]
+        kinds = [model.group_kinds(field_of(dtype), len(mine)) for dtype, mine in members.items()]
         numbers = decode_numbers(shared, np.frombuffer(b"".join(kinds), np.uint8))
         if numbers is None:
             raise FormatError("context block: its head is broken")
@@ -138,8 +120,9 @@ class ContextCodec:
         starts: dict[str, Starts] = {}
         for (dtype, mine), kind in zip(members.items(), kinds, strict=True):
             full = sizes[mine] * ITEMSIZES[dtype]
-            found = _read_group(numbers[: len(kind)], field_of(dtype), changed[mine], full)
-            starts[dtype], classes[mine], nbytes[mine] = found
+            found = model.read_group(numbers[: len(kind)], field_of(dtype), changed[mine], full)
+            models, classes[mine], nbytes[mine] = found
+            starts[dtype] = coding.starts_of([one.start() for one in models])
             numbers = numbers[len(kind) :]
         ends = np.cumsum(spans)
         return [
@@ -157,53 +140,6 @@ def _units(
         raise FormatError(f"context block: expected {nbytes.sum()} bytes, found {len(payload)}")
     streams = Streams(np.frombuffer(payload, np.uint8), ends - nbytes, ends)
     return Units(np.ones(len(nbytes), np.int64), partial(_decode, _Span(specs, streams, classes, starts)))
-
-
-# The head: for each group its models, the mean, and class and length of each segment
-
-
-def _kinds(field: Field, members: int) -> bytes:
-    """The kinds of the head's numbers for a group of this many segments."""
-    models = bytes(model.kinds(field)) * min(model.CLASSES, members)
-    return models + bytes([model.MEAN]) + bytes([model.CLASS, model.LENGTH]) * members
-
-
-def _group_numbers(
-    field: Field, changed: Ints, classes: Ints, models: list[Model], streams: Sequence[bytes]
-) -> list[int]:
-    """The numbers of a group. A stream's length is stated as the difference from what the mean predicts."""
-    plain = classes == len(models)
-    if plain.all():
-        models = [model.blank(field)] * len(models)
-    numbers: list[int] = []
-    for before, learned in zip([None, *models], models, strict=False):
-        numbers += model.to_numbers(learned, before, field)
-    lengths = np.array(list(map(len, streams)))
-    mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
-    residues = np.where(plain, 0, model.zigzag(lengths - ((changed * mean) >> 8)))
-    return [*numbers, mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
-
-
-def _read_group(numbers: Ints, field: Field, changed: Ints, full: Ints) -> tuple[Starts, Ints, Ints]:
-    """The inverse of `_group_numbers`: the starts, and the class and the bytes of each segment's stream.
-
-    changed, full: (segments,) changes and bytes of each. Raises FormatError for a class or a length out of range.
-    """
-    width = len(model.kinds(field))
-    models: list[Model] = []
-    for place in range(min(model.CLASSES, len(full))):
-        before = models[-1] if models else None
-        models.append(model.from_numbers(numbers[place * width : (place + 1) * width], before, field))
-    mean, rest = int(numbers[len(models) * width]), numbers[len(models) * width + 1 :]
-    classes, plain = rest[::2], rest[::2] == len(models)
-    nbytes = np.where(plain, full, ((changed * mean) >> 8) + model.unzigzag(rest[1::2]))
-    wrong = np.flatnonzero((classes > len(models)) | (nbytes < 0) | (nbytes > full))
-    if len(wrong):
-        at = wrong[0]
-        raise FormatError(
-            f"context block: a segment of {full[at]} bytes has class {classes[at]} and {nbytes[at]} bytes"
-        )
-    return coding.starts_of([one.start() for one in models]), np.where(plain, PLAIN, classes), nbytes
 
 
 # Encoding
@@ -253,12 +189,9 @@ class _Group:
     def __init__(self, dtype: str, runs: Sequence[tuple[int, Run]]) -> None:
         self.field, self._itemsize = field_of(dtype), ITEMSIZES[dtype]
         chosen = [np.flatnonzero(run.specs.changed) for _, run in runs]
-        columns = [
-            (first + some, *run.specs.of(some)[1:], run.usable[some])
-            for (first, run), some in zip(runs, chosen, strict=True)
-        ]
+        columns = [(first + some, *run.specs.of(some)[1:]) for (first, run), some in zip(runs, chosen, strict=True)]
         joined = map(np.concatenate, zip(*columns, strict=True))
-        self.numbers, self.sizes, self.changed, self._strides, self._phases, usable = joined
+        self.numbers, self.sizes, self.changed, self._strides, self._phases = joined
         self._edges = np.concatenate([[0], np.cumsum(self.changed)])
         self._indices, self._values, self._replaced = (
             np.concatenate(each) for each in zip(*((*run.changes, run.replaced) for _, run in runs), strict=True)
@@ -268,17 +201,20 @@ class _Group:
         self._run = np.repeat(np.arange(len(runs)), [len(some) for some in chosen])  # of each segment
         self._place = np.concatenate(chosen)  # of each segment in its run
         # Kernels use the old bits that lie on one device, or copies of them.
-        devices = {run.device if usable.all() else run.old.device for _, run in runs}
+        lying = [run.lying.of(some) for run, some in zip(self._runs, chosen, strict=True) if run.lying is not None]
+        known = len(lying) == len(runs)
+        whole = known and all(one.usable.all() for one in lying)
+        devices = {one.device for one in lying} if whole else {run.old.device for run in self._runs}
         self._device = devices.pop() if len(devices) == 1 else HOST
-        here = zip((run for _, run in runs), chosen, strict=True)
-        places = [(*run.memory.of(some)[:4], np.full(len(some), run.device is self._device)) for run, some in here]
-        *lies, there = map(np.concatenate, zip(*places, strict=True))
-        self._lies, self._usable = coding.MemoryRows(lies[0], lies[1], lies[2], lies[3], runs), usable & there
+        self._usable = np.zeros(len(self.sizes), np.bool_)
+        if known:
+            self._usable = np.concatenate([one.usable & (one.device is self._device) for one in lying])
+            self._lies = coding.joined_memory([one.memory for one in lying])
 
     def batches(self, numbers: Ints | None = None) -> list[Ints]:
         """Some of the segments, or all, in the runs that one call takes."""
         chosen = np.arange(len(self.sizes)) if numbers is None else numbers
-        most = _batch(self._device, self._usable.all())
+        most = _batch(self._device, bool(self._usable.all()))
         return [chosen[some] for some in sliced(self.sizes[chosen], most)]
 
     def measure(self, batch: Ints) -> model.ExponentCounts:

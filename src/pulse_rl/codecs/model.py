@@ -24,6 +24,7 @@ Ints = NDArray[np.int64]
 CLASSES = 2
 ODDS = 64  # the largest logarithm of odds, in quarters: 2^16 to 1
 PRIOR = 60  # bits that an initial probability counts for when a segment adapts it
+PLAIN = -1  # in place of a class: of a segment whose stream is its new elements
 ROUNDS = 8  # of 2-means; it settles in three or four
 
 
@@ -266,3 +267,50 @@ def from_numbers(values: Ints, before: Model | None, field: Field) -> Model:
             f"found {model.threshold} and {int(np.abs(odds).max())}"
         )
     return model
+
+
+# The head: for each group of segments of one dtype its models, the mean, and class and length of each segment
+
+
+def group_kinds(field: Field, members: int) -> bytes:
+    """The kinds of the head's numbers for a group of this many segments."""
+    models = bytes(kinds(field)) * min(CLASSES, members)
+    return models + bytes([MEAN]) + bytes([CLASS, LENGTH]) * members
+
+
+def group_numbers(
+    field: Field, changed: Ints, classes: Ints, models: list[Model], streams: Sequence[bytes]
+) -> list[int]:
+    """The numbers of a group. A stream's length is stated as the difference from what the mean predicts."""
+    plain = classes == len(models)
+    if plain.all():
+        models = [blank(field)] * len(models)
+    numbers: list[int] = []
+    for before, learned in zip([None, *models], models, strict=False):
+        numbers += to_numbers(learned, before, field)
+    lengths = np.array(list(map(len, streams)))
+    mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
+    residues = np.where(plain, 0, zigzag(lengths - ((changed * mean) >> 8)))
+    return [*numbers, mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
+
+
+def read_group(numbers: Ints, field: Field, changed: Ints, full: Ints) -> tuple[list[Model], Ints, Ints]:
+    """The inverse of `group_numbers`: the models, and the class, or PLAIN, and the bytes of each segment's stream.
+
+    changed, full: (segments,) changes and bytes of each. Raises FormatError for a class or a length out of range.
+    """
+    width = len(kinds(field))
+    models: list[Model] = []
+    for place in range(min(CLASSES, len(full))):
+        before = models[-1] if models else None
+        models.append(from_numbers(numbers[place * width : (place + 1) * width], before, field))
+    mean, rest = int(numbers[len(models) * width]), numbers[len(models) * width + 1 :]
+    classes, plain = rest[::2], rest[::2] == len(models)
+    nbytes = np.where(plain, full, ((changed * mean) >> 8) + unzigzag(rest[1::2]))
+    wrong = np.flatnonzero((classes > len(models)) | (nbytes < 0) | (nbytes > full))
+    if len(wrong):
+        at = wrong[0]
+        raise FormatError(
+            f"context block: a segment of {full[at]} bytes has class {classes[at]} and {nbytes[at]} bytes"
+        )
+    return models, np.where(plain, PLAIN, classes), nbytes

@@ -74,10 +74,9 @@ class _Region:
 
     def add(self, indices: NDArray[np.uint32], values: UIntArray) -> None:
         """Add elements that change, with their old bits; of those that are known the older bits stay."""
-        size = len(self.old.indices) + len(indices)
-        all_indices, all_values = np.empty(size, np.uint32), np.empty(size, values.dtype)
-        count = cpu.union(self.old.indices, self.old.values, indices, values, all_indices, all_values)
-        self.old = Changes(all_indices[:count].copy(), all_values[:count].copy())
+        known, more = np.array([0, len(self.old.indices)]), np.array([0, len(indices)])
+        _, *found = cpu.unions(known, *self.old, more, indices, values)
+        self.old = Changes(*(each.copy() for each in found))
 
     def positions(self) -> NDArray[np.int64]:
         """Where these elements lie in the tensor: flat, ascending."""

@@ -36,7 +36,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import OldReader, SegmentChanges, Units, run_spec
+from pulse_rl.codecs.base import OldReader, Run, Specs, Units
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import DTYPES, UIntArray, field_of
@@ -49,7 +49,7 @@ from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import log8
 from pulse_rl.loco.gate import Sends, cast
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.segments import map_segments
+from pulse_rl.weights.segments import SEGMENT, map_segments
 
 ValueDtype: TypeAlias = Literal["log8", "float32", "bfloat16"]
 VALUE_DTYPES: tuple[str, ...] = get_args(ValueDtype)
@@ -125,8 +125,7 @@ def encode(sent: Sequence[Sent], segments: Sequence[SharedSegment], coding: Codi
         body = [LENGTHS.pack(sum(map(len, coded)), LOG8), counts, lengths, *coded]
     else:
         sends = [one for one in sent if isinstance(one, Sends)]
-        parts = [_part(one, segment, coding) for one, segment in zip(sends, segments, strict=True)]
-        positions = _CODEC.encode_block(parts)
+        positions = _encode_positions(sends, segments, coding)
         exponents, rest = _split(np.concatenate([one.values for one in sends]), coding.value_dtype)
         frame = zstandard.ZstdCompressor(1).compress(exponents.tobytes())
         body = [LENGTHS.pack(len(positions), len(frame)), counts, positions, frame, rest.tobytes()]
@@ -167,25 +166,21 @@ def open_payload(payload: memoryview, segments: Sequence[SharedSegment], coding:
             partial(_decode_log8, payload[a:b], count, segment, coding)
             for a, b, count, segment in zip(at, at[1:], counts.tolist(), segments, strict=False)
         ]
-    specs = [
-        run_spec(DTYPES[coding.gate][0], segment.shape, segment.start, segment.stop, count)
-        for segment, count in zip(segments, counts.tolist(), strict=True)
-    ]
     total = int(counts.sum())
     width = (_MANTISSAS[coding.value_dtype] + 1) // 8
     expected = header + positions_nbytes + frame_nbytes + width * total
     if expected != len(payload):
         raise FormatError(f"payload: expected {expected} bytes, found {len(payload)}")
     frame = header + positions_nbytes
-    units = _CODEC.open_block(payload[header:frame], specs)
+    units = _open_positions(payload[header:frame], _specs(segments, counts, coding))
     exponents = np.frombuffer(decompress(payload[frame : frame + frame_nbytes], total, "exponents"), np.uint8)
     if len(exponents) != total or (exponents == 0xFF).any():
         raise FormatError(f"payload: expected {total} exponents of finite values, found {len(exponents)}")
     values = _join(exponents, np.frombuffer(payload[frame + frame_nbytes :], np.uint8), coding.value_dtype)
     ends = np.cumsum(counts).tolist()
     return [
-        partial(_decode, units, number, values[end - spec.changed : end], segment)
-        for number, (spec, end, segment) in enumerate(zip(specs, ends, segments, strict=True))
+        partial(_decode, units, number, values[end - count : end], segment)
+        for number, (count, end, segment) in enumerate(zip(counts.tolist(), ends, segments, strict=True))
     ]
 
 
@@ -214,11 +209,33 @@ def _open_dense(payload: memoryview, segments: Sequence[SharedSegment]) -> list[
     return [partial(np.ndarray.view, part) for part in np.split(values, ends[:-1])]
 
 
-def _part(sends: Sends, segment: SharedSegment, coding: Coding) -> SegmentChanges:
-    spec = run_spec(DTYPES[coding.gate][0], segment.shape, segment.start, segment.stop, len(sends.indices))
-    ups, sizes = np.ones(spec.changed, np.bool_), np.ones(spec.changed, np.uint64)
-    moved = moves.apply_moves(segment.bits, sends.indices, ups, sizes, field_of(spec.dtype))
-    return SegmentChanges(spec, Changes(sends.indices, moved), lambda: segment.bits)
+def _specs(segments: Sequence[SharedSegment], counts: NDArray[np.int64], coding: Coding) -> Specs:
+    places = [(segment.size, segment.shape[-1] if segment.shape else 1, segment.start) for segment in segments]
+    sizes, rows, starts = np.array(places, np.int64).reshape(-1, 3).T
+    long = rows > SEGMENT
+    strides, phases = np.where(long, sizes, rows), np.where(long, 0, starts % rows)
+    return Specs(DTYPES[coding.gate][0], sizes, counts, strides, phases)
+
+
+def _encode_positions(sends: Sequence[Sends], segments: Sequence[SharedSegment], coding: Coding) -> bytes:
+    """Which elements are sent, as a block in which these move by one step: `u32 n | head of n bytes | span`."""
+    counts = np.array([len(one.indices) for one in sends], np.int64)
+    specs, edges = _specs(segments, counts, coding), np.append(0, np.cumsum(counts))
+    old = np.concatenate([segment.bits[one.indices] for one, segment in zip(sends, segments, strict=True)])
+    moved = moves.apply_moves(old, np.ones(len(old), np.bool_), np.ones(len(old), np.uint64), field_of(specs.dtype))
+    changes = Changes(np.concatenate([one.indices for one in sends]), moved)
+    run = Run(specs, edges, changes, old, OldReader(lambda number: segments[number].bits))
+    head, (span,) = _CODEC.encode([run], [len(segments)])
+    return struct.pack("<I", len(head)) + head + span
+
+
+def _open_positions(block: memoryview, specs: Specs) -> Units:
+    """The inverse: each segment is a unit. Raises FormatError."""
+    if len(block) < 4:
+        raise FormatError(f"payload: expected at least 4 bytes of positions, found {len(block)}")
+    (nbytes,) = struct.unpack_from("<I", block)
+    (span,) = _CODEC.open(block[4 : 4 + nbytes], [specs], [specs.segments])
+    return span([block[4 + nbytes :]])
 
 
 def _decode(units: Units, number: int, values: F32, segment: SharedSegment) -> Sends:

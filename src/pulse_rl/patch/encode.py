@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from pulse_rl.codecs.base import Codec, OldReader, Run, Specs
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.parallel import submit
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.index import CodedBlock
@@ -35,7 +34,7 @@ from pulse_rl.patch.targets import Located, device_of, locate
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.devices import CODERS, HOST, Device
+from pulse_rl.weights.devices import CODERS, HOST
 from pulse_rl.weights.finite import not_finite
 from pulse_rl.weights.layout import derived
 
@@ -226,12 +225,7 @@ class _Segments(NamedTuple):
         count = len(edges) - 1
         place = np.arange(first, first + count) // len(self.entries)
         sizes, strides = self.group.sizes[place], self.group.strides[place]
-        device: Device = HOST
-        memory, usable = MemoryRows(sizes.view(np.uint64), sizes, sizes, sizes, None), sizes < 0  # nowhere
-        if self.lying is not None:
-            here = slice(self.begun + first, self.begun + first + count)
-            memory, device = self.lying.old.memory.at(here), self.lying.old.device
-            usable = self.lying.usable[here]
+        here = slice(self.begun + first, self.begun + first + count)
         reader = OldReader(self._read)
         if self.since is not None:
             reader = self.since.older(self.group, self.begun, self._read)
@@ -241,9 +235,7 @@ class _Segments(NamedTuple):
             changes,
             replaced,
             reader.after(first),
-            memory,
-            usable,
-            device,
+            None if self.lying is None else self.lying.old.of(here),
         )
 
     def boundaries(self, first: int, count: int) -> dict[int, int]:
@@ -325,8 +317,8 @@ class _Coding:
         if self._open:
             clock = time.perf_counter()
             code = partial(self._code, self._open, self._spans)
-            on_host = all(run.device is run.old.device is HOST for run in self._open)
-            if on_host or not self.codec.conditional:
+            devices = {run.old.device for run in self._open} | {run.lying.device for run in self._open if run.lying}
+            if devices == {HOST} or not self.codec.conditional:
                 block = code()
                 self._coded.append(lambda: block)
             else:

@@ -263,13 +263,13 @@ class Overlay:
                 return None
         return [Laid(columns) for columns in found]
 
-    def over(self, newest: Layout) -> dict[str, Bits]:
+    def over(self, newest: Layout) -> Layout:
         """The older version, as a view of the newest one, which must not change while the view is in use."""
         by_name: dict[str, dict[Box, Changes]] = {}
         for name, place, old in self.replaced():
             if len(old.indices):
                 by_name.setdefault(name, {})[place] = old
-        return {name: laid_over(tensor, by_name.get(name, {})) for name, tensor in newest.items()}
+        return Layout((name, laid_over(tensor, by_name.get(name, {}))) for name, tensor in newest.items())
 
 
 def _add_union(recorder: Recorder, columns: Sequence[_Column]) -> None:

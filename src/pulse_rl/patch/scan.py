@@ -3,7 +3,7 @@
 A group's tensors are compared where they lie, one run of memory after another, and their changes are then sorted into
 tiles: this is as fast as memory allows. It holds the changes of a group. Where these would take more than a fixed
 budget, and where tensors do not lie in one run, they are compared tile by tile. What lies on a device is compared
-there, by `on_device`.
+there, by `on_device`. What no kernel reaches is read, part by part.
 """
 
 import math
@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map, sliced
-from pulse_rl.patch.on_device import differing
+from pulse_rl.patch.on_device import LyingStates, differing, lying_on
 from pulse_rl.patch.overlay import PatchSection
 from pulse_rl.patch.segments import CACHED_PLACES, CutGroup, Entry
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, lying_itemsize
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, runs
-from pulse_rl.weights.changes import Changes, Found, comparable_rows, find_cast_changes, find_changes, joined
+from pulse_rl.weights.changes import Changes, Found, find_changes, joined
+from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import place_view
 from pulse_rl.weights.segments import SEGMENT
@@ -71,24 +72,27 @@ class Scan:
         several = differing(one, self.table, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
         if several is None:
             found = self._in_runs(group, entries) if expected <= HELD_NBYTES else None
-            several = self._in_tiles(group, entries) if found is None else iter([found])
+            several = self._in_tiles(one) if found is None else iter([found])
         for found in several:
             self.nbytes += found.nbytes
             yield found
 
-    def _in_tiles(self, group: CutGroup, entries: Sequence[Entry]) -> Iterator[Found]:
-        """Compare tile by tile."""
-        seeds = [_seed(entry) for entry in entries]
-
-        def parts() -> Iterator[_Part]:
-            for place in group.places:
-                at = place.positions(entries[0].shape)
-                for entry, seed in zip(entries, seeds, strict=True):
-                    old, new = place_view(self.old[entry.name], place), place_view(self.new[entry.name], place)
-                    yield _Part(seed, at, old, new, 0, new.size)
-
-        compared = ordered_map(partial(_compare, digest_old=self.digest_old), parts())
+    def _in_tiles(self, one: PatchSection) -> Iterator[Found]:
+        """Compare tile by tile: many in a call where they lie in host memory."""
+        compare: Callable[..., Found] = _compare
+        work: Iterator[Any] = self._tiles(one)
+        lying = lying_on(one, self.table, self.old, self.new, HOST)
+        if lying is not None:
+            compare, work = lying.compare, sliced(lying.sizes, SEGMENT)
+        compared = ordered_map(partial(compare, digest_old=self.digest_old), work)
         yield from map(joined, batched(compared, lambda one: 1 + one.nbytes, TOGETHER_NBYTES))
+
+    def _tiles(self, one: PatchSection) -> Iterator[_Part]:
+        for place in one.group.places:
+            at = place.positions(one.entries[0].shape)
+            for entry in one.entries:
+                old, new = place_view(self.old[entry.name], place), place_view(self.new[entry.name], place)
+                yield _Part(_seed(entry), at, old, new, 0, new.size)
 
     def _in_runs(self, group: CutGroup, entries: Sequence[Entry]) -> Found | None:
         """Compare run by run. None where that is not possible, or takes too much memory."""
@@ -104,9 +108,8 @@ class Scan:
         work: Iterator[Any] = self._runs(entries, cut)
         near, far, itemsize = before.spots, after.spots, self.old[entries[0].name].itemsize
         if near is not None and far is not None and before.itemsize == itemsize:
-            cast = after.itemsize != itemsize
-            compare = partial(_compare_runs, near, far, before.sizes, itemsize, cast=cast)
-            work = sliced(before.sizes, SEGMENT)
+            lying = LyingStates(HOST, near, far, before.sizes, itemsize, cast=after.itemsize != itemsize)
+            compare, work = lying.compare, sliced(lying.sizes, SEGMENT)
         found: list[Found] = []
         nbytes = 0
         for compared in ordered_map(partial(compare, digest_old=self.digest_old), work):
@@ -166,28 +169,6 @@ def _row(at: Positions) -> tuple[int, int, int] | None:
     return int(at.starts[0]), int(apart[0]) if len(apart) else at.run, at.run
 
 
-def _compare_runs(
-    old: cpu.Spots,
-    new: cpu.Spots,
-    sizes: NDArray[np.int64],
-    itemsize: int,
-    some: slice,
-    *,
-    cast: bool,
-    digest_old: bool,
-) -> Found:
-    """Find the changes of some runs of elements in host memory, and what they do to the digest.
-
-    cast: whether the new elements are float32, compared as bfloat16.
-    """
-    clock = time.perf_counter()
-    before, sizes = old.of(some), sizes[some]
-    found = cpu.find_in_spots(before, new.of(some), sizes, itemsize, cast=cast)
-    base = cpu.digest_spots(before, sizes, itemsize) if digest_old else 0
-    changes, seconds = Changes(found.indices, found.values), time.perf_counter() - clock
-    return Found(found.edges, changes, found.replaced, found.delta, seconds, base=base)
-
-
 def _seed(entry: Entry) -> int:
     return digests.seed(entry.name, entry.dtype, entry.shape)
 
@@ -196,23 +177,14 @@ def _compare(part: _Part, *, digest_old: bool) -> Found:
     """Find one part's changes and what they do to the digest."""
     seed, at, old, new, start, stop = part
     clock = time.perf_counter()
-    before, after = _rows(old), _rows(new)
-    read_s = 0.0
-    floats = new.floats(start, stop) if isinstance(new, ArrayCastBits) else None
-    if before is not None and after is not None and comparable_rows(before, after):
-        changes = find_changes(before, after)
-    elif floats is not None:
-        before = old.read(start, stop)
-        changes = find_cast_changes(before, floats)
-    else:
-        after = _read(new, start, stop)
-        read_s = time.perf_counter() - clock
-        before = old.read(start, stop)
-        changes = find_changes(before, after)
+    after = _read(new, start, stop)
+    read_s = time.perf_counter() - clock
+    before = old.read(start, stop)
+    changes = find_changes(before, after)
     replaced = np.empty_like(changes.values)
-    (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
+    cpu.gather(before, changes.indices, replaced)
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
-    base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
+    base = digests.part(seed, at, before) if digest_old else 0
     edges = np.array([0, len(replaced)], np.int64)
     return Found(edges, changes, replaced, delta, time.perf_counter() - clock - read_s, read_s, base)
 
@@ -228,16 +200,11 @@ def _read(bits: Bits, start: int, stop: int) -> UIntArray:
     return bits.read(start, stop)
 
 
-def _rows(bits: Bits) -> UIntArray | None:
-    """The rows of a part of a tensor where they lie apart in host memory; None for others."""
-    return bits.rows if isinstance(bits, HostBits) and not bits.contiguous else None
-
-
 def rows_of(tensor: Bits, place: Box) -> UIntArray:
-    """The elements of a part of a tensor: its rows where they lie apart in host memory, else flat."""
+    """The elements of a part of a tensor: its rows where they lie apart in host memory, as `Read` wants, else flat."""
     view = place_view(tensor, place)
-    rows = _rows(view)
-    if rows is None or not comparable_rows(rows, rows):
+    rows = view.rows if isinstance(view, HostBits) and not view.contiguous else None
+    if rows is None or rows.shape[1] < cpu.LANES or rows.strides[1] != rows.itemsize:
         return view.read(0, view.size)
     return rows
 

@@ -97,9 +97,9 @@ def _lying(tensors: Layout) -> _Lying | None:
     """Where the segments of a patch of these tensors lie; None unless all of them are plain memory of one device."""
     table, live = derived(tensors, entries_of), derived(tensors, each_alone)
     device = derived(live, device_of)
-    spots, windows = derived(live, locate, table, device)[:2]
-    plain = bool(((spots.addresses > 0) & (windows.runs == cpu.WHOLE)).all())
-    return _Lying(spots._replace(times=np.ones_like(spots.times)), device) if plain else None
+    found = derived(live, locate, table, device)
+    spots = found.spots._replace(times=np.ones_like(found.spots.times))
+    return _Lying(spots, device) if found.plain.all() else None
 
 
 class Known(Scan):

@@ -20,7 +20,7 @@ from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch.live import Copies, plain_pieces, shared_memory
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, TorchBits
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, Shape, rows_in
 from pulse_rl.weights.changes import Changes
@@ -98,13 +98,14 @@ def spots_of(
     live: Mapping[str, Copies],
     others: Container[str],
     device: Device = HOST,
-) -> tuple[cpu.Spots, cpu.Windows]:
+) -> tuple[cpu.Spots, cpu.Windows, NDArray[np.int64]]:
     """Where the segments of a patch, or the parts that this process holds of them, lie in live memory; and which parts.
 
-    Those that do not lie on this device, in one place as rows, have the address 0. roots: the seed of each tensor's
-    digest. others: names of tensors to leave out.
+    The last is how many bytes an element takes there: four of float32 that is read as bfloat16. Those that do not lie
+    on this device, in one place as rows, have the address 0. roots: the seed of each tensor's digest. others: names of
+    tensors to leave out.
     """
-    columns = [np.empty((11, 0), np.int64)]
+    columns = [np.empty((12, 0), np.int64)]
     for group in segments.groups:
         alike: dict[tuple[Box, ...] | None, list[tuple[int, Sequence[Any]]]] = {}  # tensors by the boxes held
         for member, number in enumerate(group.tensors):
@@ -112,7 +113,7 @@ def spots_of(
             pieces = None if entry.name in others else _pieces_on(entry, live.get(entry.name, ()), device)
             boxes = None if pieces is None else tuple([piece.box for piece in pieces])
             alike.setdefault(boxes, []).append((member, pieces or ()))
-        found = np.empty((11, len(group.places), len(group.tensors)), np.int64)
+        found = np.empty((12, len(group.places), len(group.tensors)), np.int64)
         kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
         for boxes, tensors in alike.items():
             shape = segments.table[group.tensors[0]].shape
@@ -127,13 +128,12 @@ def spots_of(
             for column, values in zip(found[1:9], how, strict=True):
                 column[:, members] = values[:, None]
             found[10][:, members] = times[:, held].T
+            found[11][:, members] = itemsizes
         found[9] = np.array([roots[number] for number in group.tensors], np.uint64).view(np.int64)
-        columns.append(found.reshape(11, -1))
-    spots = np.concatenate(columns, axis=1)
-    addresses, apart, starts, strides, lengths, *windows, all_seeds, all_times = spots
-    return cpu.Spots(
-        addresses.view(np.uint64), apart, starts, strides, lengths, all_seeds.view(np.uint64), all_times
-    ), cpu.Windows(*windows)
+        columns.append(found.reshape(12, -1))
+    addresses, apart, starts, strides, lengths, *windows, seeds, all_times, stored = np.concatenate(columns, axis=1)
+    spots = cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, seeds.view(np.uint64), all_times)
+    return spots, cpu.Windows(*windows), stored
 
 
 class Located(NamedTuple):
@@ -141,8 +141,9 @@ class Located(NamedTuple):
 
     spots: cpu.Spots
     windows: cpu.Windows
-    old: OldBits  # of what `usable` marks. The live tensors are to be kept while it is used
-    usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
+    stored: NDArray[np.int64]  # bytes of an element there
+    plain: NDArray[np.bool_]  # whether all of it lies there, as it is read
+    old: OldBits  # the live tensors are to be kept while it is used
     held: NDArray[np.bool_]  # whether this process holds an element
 
     def known(self, changing: NDArray[np.bool_], some: slice | NDArray[np.int64] = slice(None)) -> bool:
@@ -155,11 +156,12 @@ def locate(live: Mapping[str, Copies], table: Sequence[Entry], device: Device) -
     """Where the segments of a table lie on a device."""
     segments = Segments(table)
     shared = {name for pair in derived(live, shared_memory) for name in pair}
-    spots, windows = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)
+    spots, windows, stored = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)
     itemsizes = segments.change_nbytes() - 4
     rows = segments.sizes() // spots.runs
     aligned = spots.addresses.view(np.int64) % itemsizes == 0
-    usable = (spots.addresses > 0) & (windows.runs == cpu.WHOLE) & aligned
+    plain = (spots.addresses > 0) & (windows.runs == cpu.WHOLE) & (stored == itemsizes)
+    usable = plain & aligned
     if device is HOST:  # whose kernels compare many lanes at once
         usable &= (rows == 1) | (spots.runs >= cpu.LANES)
     held = windows.rows > 0
@@ -170,8 +172,9 @@ def locate(live: Mapping[str, Copies], table: Sequence[Entry], device: Device) -
     return Located(
         spots,
         windows,
-        OldBits(MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, None), device),
-        usable,
+        stored,
+        plain,
+        OldBits(MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, None), device, usable),
         held,
     )
 
@@ -190,7 +193,7 @@ def _pieces_on(entry: Entry, copies: Copies, device: Device) -> Sequence[Piece] 
     pieces = pieces_of(copies[0]) if copies else ()
     for _, bits, _ in pieces:
         if (
-            not isinstance(bits, HostBits | TorchBits)
+            not isinstance(bits, HostBits | ArrayCastBits | TorchBits)
             or bits.device is not device
             or not bits.contiguous
             or bits.dtype != entry.dtype

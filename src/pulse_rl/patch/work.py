@@ -256,8 +256,8 @@ def plan(
                 if lying.known(changing, some):
                     work.spots = lying.spots.of(some)
                     work.windows = None if (windows.runs == cpu.WHOLE).all() and windows.rows.all() else windows
-                if laid is None and lying.usable[some].all():
-                    work.old = lying.old.of(numbers)
+                if laid is None and lying.old.usable[some].all():
+                    work.old = lying.old.of(some)
             yield work
 
 
@@ -297,7 +297,7 @@ def _few(changing: NDArray[np.bool_], counts: NDArray[np.uint32], run: Sequence[
 def _usable(lying: Located, changing: NDArray[np.bool_], run: Sequence[Span], other: Span) -> bool:
     """Whether a span is decoded with those before it: kernels use the old bits of all that they change as they lie."""
     at = slice(run[-1].segments.numbers.start, other.segments.numbers.stop)
-    return bool(lying.usable[at][lying.held[at] & changing[at]].all())
+    return bool(lying.old.usable[at][lying.held[at] & changing[at]].all())
 
 
 def _tensors(live: Mapping[str, Copies], table: Table, before: Mapping[str, Copies] | None = None) -> list[Tensor]:

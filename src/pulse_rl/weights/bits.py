@@ -105,7 +105,7 @@ def lying_itemsize(bits: Bits) -> int | None:
     """
     if not isinstance(bits, HostBits | ArrayCastBits) or not bits.contiguous:
         return None
-    return None if isinstance(bits, ArrayCastBits) and not bits.narrows else bits.stored_itemsize
+    return bits.stored_itemsize if bits.device is not None else None
 
 
 def mirrored(bits: Bits, memory: NDArray[np.uint8], start: int) -> HostBits:

@@ -4,8 +4,8 @@ The unit of work is a segment (at most `SEGMENT` elements of one tensor): small 
 scratch memory is bounded, large enough to keep a thread busy for a while.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,45 +69,19 @@ def joined(several: Sequence[Found]) -> Found:
 def find_changes(old: UIntArray, new: UIntArray) -> Changes:
     """Find the elements whose bit patterns differ.
 
-    old, new: unsigned integers, shape (n,), n < 2^32, same dtype, contiguous; or `comparable_rows`. Not modified.
+    old, new: unsigned integers, shape (n,), n < 2^32, same dtype, contiguous. Not modified.
     Returns the indices (k,), strictly increasing, and the new bits at them (k,).
     Reads both arrays once: memory-bound, 4 bytes of traffic per BF16 element.
     Raises ValueError if shapes or dtypes differ.
     """
-    if old.shape != new.shape or old.dtype != new.dtype or (old.ndim != 1 and not comparable_rows(old, new)):
+    if old.shape != new.shape or old.dtype != new.dtype or old.ndim != 1:
         raise ValueError(
             f"expected two flat arrays of one shape and dtype, found {old.dtype}{list(old.shape)} "
             f"and {new.dtype}{list(new.shape)}"
         )
-    return _found(cpu.find_changes if old.ndim == 1 else cpu.find_changes_rows, old, new)
-
-
-def find_cast_changes(old: NDArray[np.uint16], new: NDArray[np.float32]) -> Changes:
-    """As `find_changes`, where the new elements are float32 that are read as bfloat16: 6 bytes of traffic for each."""
-    if old.shape != new.shape or old.ndim != 1 or old.dtype != np.uint16 or new.dtype != np.float32:
-        raise ValueError(
-            f"expected flat arrays of uint16 and float32 of one shape, found {old.dtype}{list(old.shape)} and "
-            f"{new.dtype}{list(new.shape)}"
-        )
-    return _found(cpu.find_cast_changes, old, new)
-
-
-def _found(find: Callable[..., int], old: UIntArray, new: NDArray[Any]) -> Changes:
     # Sized for the worst case, with 8 bytes per value, so that one buffer serves every width.
     capacity = old.size + cpu.SLACK
     indices = cpu.buffer("changed", capacity, np.uint32)
     values = cpu.buffer("values", capacity, np.uint64).view(UINTS[old.itemsize])
-    count = find(old, new, indices, values)
+    count = cpu.find_changes(old, new, indices, values)
     return Changes(indices[:count].copy(), values[:count].copy())
-
-
-def comparable_rows(old: UIntArray | None, new: UIntArray | None) -> bool:
-    """Whether these are rows (rows, run) of two tensors that are compared where they lie, without a copy."""
-    return (
-        old is not None
-        and new is not None
-        and old.shape == new.shape
-        and old.ndim == 2
-        and old.shape[1] >= cpu.LANES
-        and all(rows.strides[1] == rows.itemsize and not rows.flags.c_contiguous for rows in (old, new))
-    )

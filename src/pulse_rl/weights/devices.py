@@ -83,6 +83,11 @@ class Device(Protocol):
     ) -> Callable[[], int | None]:
         """What calls `write_spots`, with all done beforehand that can be."""
 
+    def find(
+        self, old: Spots, new: Spots, sizes: NDArray[np.int64], itemsize: int, most: int, *, cast: bool
+    ) -> Differences:
+        """What differs between segments of two states, as `find_in_spots`. most: changes to make room for."""
+
     def digest(self, spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int: ...
 
     def coder(self) -> AbstractContextManager[Coder]:
@@ -109,6 +114,11 @@ class Host:
     ) -> Callable[[], int | None]:
         cpu.write_spots(spots.of([]), counts[:0], indices[:0], values[:0])  # loads the machine code
         return lambda: cpu.write_spots(spots, counts, indices, values)
+
+    def find(
+        self, old: Spots, new: Spots, sizes: NDArray[np.int64], itemsize: int, most: int, *, cast: bool
+    ) -> Differences:
+        return cpu.find_in_spots(old, new, sizes, itemsize, cast=cast)
 
     def coder(self) -> AbstractContextManager[Coder]:
         return nullcontext(coding)
@@ -238,7 +248,6 @@ class Cuda:
     def find(
         self, old: Spots, new: Spots, sizes: NDArray[np.int64], itemsize: int, most: int, *, cast: bool
     ) -> Differences:
-        """What differs between segments of two states, as `find_in_spots`."""
         from pulse_rl.kernels.gpu.spots import find_in_spots
 
         with self.own_stream():

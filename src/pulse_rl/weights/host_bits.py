@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.weights.casts import cast_array
-from pulse_rl.weights.devices import HOST
+from pulse_rl.weights.devices import HOST, Host
 
 if TYPE_CHECKING:
     import torch
@@ -215,9 +215,9 @@ class ArrayCastBits:
         return cast_array(floats, self._cast, memory.view(UINTS[self.itemsize]))
 
     @property
-    def narrows(self) -> bool:
-        """Whether float32 is cast to bfloat16, for which there are kernels."""
-        return bool(self._floats == np.float32) and self._cast == "bfloat16"
+    def device(self) -> Host | None:
+        """The host, if float32 is cast to bfloat16, for which there are kernels; None otherwise."""
+        return HOST if self._floats == np.float32 and self._cast == "bfloat16" else None
 
     @property
     def address(self) -> int:
@@ -228,12 +228,6 @@ class ArrayCastBits:
     def stored_itemsize(self) -> int:
         """Bytes of an element in memory."""
         return self._source.itemsize
-
-    def floats(self, start: int, stop: int) -> NDArray[np.float32] | None:
-        """The elements before the cast, if they are float32 one after another, and the cast is to bfloat16."""
-        if not self.narrows or (flat := self._source.flat) is None:
-            return None
-        return flat[start:stop].view(np.float32)
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         return cast_array(self._source.gather(start, indices).view(self._floats), self._cast)

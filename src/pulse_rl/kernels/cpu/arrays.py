@@ -39,28 +39,6 @@ def changed_lanes(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
     return types.uint64(old, new, types.intp), codegen
 
 
-def prefetch_line(builder: Any, pointer: Any, *, locality: int = 3) -> None:
-    """Have an intrinsic ask for the cache line at an address. locality: 3 for all caches, 2 for all but the first."""
-    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-    builder.call(
-        builder.module.declare_intrinsic("llvm.prefetch", [byte], kind),
-        [builder.bitcast(pointer, byte), number(0), number(locality), number(1)],  # to read, data
-    )
-
-
-@intrinsic
-def prefetch(typingctx: Any, values: Any, start: Any) -> Any:
-    """Ask for the cache line of values[start] ahead of its use. Any position is allowed: nothing is read."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        prefetch_line(builder, builder.gep(data, [args[1]]))
-        return context.get_dummy_value()
-
-    return types.void(values, types.intp), codegen
-
-
 @intrinsic
 def trailing_zeros(typingctx: Any, x: Any) -> Any:
     """The number of zero bits below the lowest 1 of a uint64; 64 for 0."""

@@ -1,6 +1,6 @@
-"""float32 read as bfloat16: cast, or compared with bfloat16 bits without a copy of the cast values.
+"""float32 cast to bfloat16: rounded to nearest, ties to even; a NaN becomes a quiet NaN of the same sign.
 
-Rounded to nearest, ties to even; a NaN becomes a quiet NaN of the same sign. `weights.casts` has the other casts.
+`states` compares float32 with bfloat16 bits without a copy of the cast values. `weights.casts` has the other casts.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -13,7 +13,6 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.kernels.cpu.arrays import LANES, read_only
-from pulse_rl.kernels.cpu.changes import write_indices
 from pulse_rl.kernels.cpu.compiled import kernel
 
 _WIDE, _NARROW = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.IntType(16), LANES)
@@ -66,19 +65,6 @@ def _cast_lanes(typingctx: Any, values: Any, bits: Any, start: Any) -> Any:
     return types.void(values, bits, types.intp), codegen
 
 
-@intrinsic
-def _changed_casts(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
-    """As `changed_lanes`, of bfloat16 bits and of float32 that are rounded as they are read."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        before = builder.load(_at(context, builder, signature.args[0], args[0], args[2], _NARROW))
-        before.align = 1
-        after = _rounded_lanes(context, builder, signature.args[1], args[1], args[2])
-        return builder.bitcast(builder.icmp_unsigned("!=", before, after), ir.IntType(LANES))
-
-    return types.uint64(old, new, types.intp), codegen
-
-
 @kernel
 def _cast(values, bits):
     whole = values.shape[0] - values.shape[0] % LANES
@@ -91,28 +77,3 @@ def _cast(values, bits):
 def cast_bfloat16(values: NDArray[np.float32], bits: NDArray[np.uint16]) -> None:
     """Write the bfloat16 bits (n,) of values (n,)."""
     _cast(read_only(values.view(np.uint32)), bits)
-
-
-@kernel
-def _find_cast_changes(old, new, indices, values):
-    n = old.shape[0]
-    k = np.int64(0)
-    whole = n - n % LANES
-    for start in range(0, whole, LANES):
-        k = write_indices(indices, k, start, _changed_casts(old, new, start))
-    for i in range(whole, n):
-        indices[k] = i
-        k += np.int64(old[i] != _rounded(new[i]))
-    for j in range(k):
-        values[j] = _rounded(new[indices[j]])
-    return k
-
-
-def find_cast_changes(
-    old: NDArray[np.uint16],
-    new: NDArray[np.float32],
-    indices: NDArray[np.uint32],
-    values: NDArray[np.uint16],
-) -> int:
-    """As `find_changes`, where the new elements are float32 that are read as bfloat16."""
-    return int(_find_cast_changes(read_only(old), read_only(new.view(np.uint32)), indices, values))

@@ -1,7 +1,7 @@
 """Find, read, write and merge changed elements.
 
 Arrays are one-dimensional and contiguous, but for the rows of a part of a tensor; elements are unsigned integers of any
-width. The caller brings the memory that results go to.
+width. The caller brings the memory that results go to. `states` finds changes of many segments where they lie.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, changed_lanes, popcount, prefetch, read_only, trailing_zeros
-from pulse_rl.kernels.cpu.compiled import inlined, kernel
+from pulse_rl.kernels.cpu.arrays import LANES, changed_lanes, popcount, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
 
 SLACK = 2  # find_changes writes up to this many elements past the last change
 
@@ -58,39 +58,6 @@ def find_changes(old: UIntArray, new: UIntArray, indices: NDArray[np.uint32], va
     indices, values: at least n + SLACK elements; their contents past the count are undefined.
     """
     return int(_find_changes(read_only(old), read_only(new), indices, values))
-
-
-@kernel
-def _find_changes_rows(old, new, indices, values):
-    run = old.shape[1]
-    whole = run - run % LANES
-    line = 64 // old.itemsize  # elements
-    k = np.int64(0)
-    for r in range(old.shape[0]):
-        before, after, first, begun = old[r], new[r], r * run, k
-        later = min(r + AHEAD, old.shape[0] - 1)
-        coming = old[later], new[later]
-        for start in range(0, run, LANES):
-            for part in range(start, start + LANES, line):
-                prefetch(coming[0], part)
-                prefetch(coming[1], part)
-            at = start
-            mask = changed_lanes(before, after, min(start, run - LANES))
-            if start == whole:  # the rest of a row: the last lanes, without those that were compared already
-                at = run - LANES
-                mask &= ~np.uint64(0) << np.uint64(whole - at)
-            k = write_indices(indices, k, first + at, mask)
-        for j in range(begun, k):
-            values[j] = after[np.int64(indices[j]) - first]
-    return k
-
-
-def find_changes_rows(old: UIntArray, new: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> int:
-    """As `find_changes` for old and new (rows, run), whose rows lie apart; indices count through all rows.
-
-    The elements of a row lie one after another, and are at least LANES.
-    """
-    return int(_find_changes_rows(read_only(old), read_only(new), indices, values))
 
 
 @kernel
@@ -147,7 +114,7 @@ def gather_rows(source: UIntArray, indices: NDArray[np.uint32], values: UIntArra
     gather_in_rows(read_only(source), read_only(indices), values)
 
 
-@kernel
+@part
 def _union(indices, values, more_indices, more_values, all_indices, all_values):
     i, j, k = _ZERO, _ZERO, _ZERO
     m, n = np.uint64(indices.shape[0]), np.uint64(more_indices.shape[0])
@@ -169,22 +136,6 @@ def _union(indices, values, more_indices, more_values, all_indices, all_values):
     return np.int64(k)
 
 
-def union(
-    indices: NDArray[np.uint32],
-    values: UIntArray,
-    more_indices: NDArray[np.uint32],
-    more_values: UIntArray,
-    all_indices: NDArray[np.uint32],
-    all_values: UIntArray,
-) -> int:
-    """Merge two lists of ascending indices and their values, (m,) and (n,). The first wins where both have an index.
-
-    all_indices, all_values: at least m + n elements. Returns how many are written.
-    """
-    lists = (read_only(indices), read_only(values), read_only(more_indices), read_only(more_values))
-    return int(_union(*lists, all_indices, all_values))
-
-
 @kernel
 def _unions(edges, indices, values, more_edges, more_indices, more_values, all_edges, all_indices, all_values):
     k = np.int64(0)
@@ -202,7 +153,7 @@ def unions(
     more_indices: NDArray[np.uint32],
     more_values: UIntArray,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
-    """Merge the lists of several segments at once, each as `union`.
+    """Merge two lists of ascending indices and their values, of each of several segments: the first wins.
 
     edges, more_edges: (segments + 1,), where those of each begin, and the last one's end; the other arrays go at least
     to the last edge. Returns edges, indices and values of the merged lists.

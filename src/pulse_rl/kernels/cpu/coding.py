@@ -21,39 +21,19 @@ from pulse_rl.kernels.cpu.rangecoder import EVENTS, SLACK
 from pulse_rl.kernels.cpu.spots import load
 
 
-class Lies(NamedTuple):
-    """Where the old bits of a segment lie: in rows of one length and distance."""
-
-    address: int  # of the first element
-    rows: int
-    run: int  # elements in a row: LANES at least, if there are several rows
-    apart: int  # bytes from row to row
-
-
 class MemoryRows(NamedTuple):
-    """Where the old bits of segments lie, (segments,) each, as `Lies`."""
+    """Where the old bits of segments lie, (segments,) each: in rows of one length and distance."""
 
-    addresses: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]  # of the first element
     rows: NDArray[np.int64]
-    runs: NDArray[np.int64]
-    apart: NDArray[np.int64]
+    runs: NDArray[np.int64]  # elements in a row: LANES at least, if there are several rows
+    apart: NDArray[np.int64]  # bytes from row to row
     held: object  # what keeps the memory: an address does not
 
-    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "MemoryRows":
-        """Those of some segments."""
-        addresses, rows, runs, apart, held = self
-        return MemoryRows(addresses[numbers], rows[numbers], runs[numbers], apart[numbers], held)
-
-    def at(self, some: slice) -> "MemoryRows":
-        """Those of consecutive segments, as views."""
+    def of(self, some: slice | NDArray[np.int64]) -> "MemoryRows":
+        """Those of some segments: views, if they are a slice."""
         addresses, rows, runs, apart, held = self
         return MemoryRows(addresses[some], rows[some], runs[some], apart[some], held)
-
-
-def memory_at(places: Sequence[Lies], held: object) -> MemoryRows:
-    """held: what keeps the memory."""
-    addresses, rows, runs, apart = np.array(places, np.int64).reshape(-1, 4).T.copy()
-    return MemoryRows(addresses.view(np.uint64), rows, runs, apart, held)
 
 
 def memory_from(
@@ -75,12 +55,11 @@ def joined_memory(several: Sequence[MemoryRows]) -> MemoryRows:
 
 
 def memory_of(olds: Sequence[UIntArray]) -> MemoryRows:
-    """olds: of one dtype, each as in `moves.count_exponents`."""
-    places = []
-    for old in olds:
-        rows, run = old.shape if old.ndim == 2 else (1, old.size)
-        places.append(Lies(old.ctypes.data, rows, run, old.strides[0]))
-    return memory_at(places, olds)
+    """olds: of one dtype, each as `codecs.base.Read` gives it."""
+    shapes = (old.shape if old.ndim == 2 else (1, old.size) for old in olds)
+    places = [(old.ctypes.data, *shape, old.strides[0]) for old, shape in zip(olds, shapes, strict=True)]
+    addresses, rows, runs, apart = np.array(places, np.int64).reshape(-1, 4).T.copy()
+    return MemoryRows(addresses.view(np.uint64), rows, runs, apart, olds)
 
 
 class Kind(NamedTuple):

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, read_only, trailing_zeros
-from pulse_rl.kernels.cpu.changes import gather, gather_rows
 from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
 from pulse_rl.kernels.cpu.spots import ask_for, lanes_up_to, load
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
-# What a segment is, as kernels take it: where its old bits lie as in `coding.Lies`, what it is as in `coding.Kind`,
+# What a segment is, as kernels take it: where its old bits lie, as `coding.MemoryRows`; what it is, as `coding.Kind`;
 # where its changes begin and end among those of all, and its stream.
 _COLUMNS = ("rows", "run", "apart", "stride", "phase", "number", "begin", "end", "stream", "stream_end")
 SEGMENT = np.dtype([("address", np.uint64), *((name, np.int64) for name in _COLUMNS)])
@@ -146,23 +145,6 @@ class Hot(NamedTuple):
     exponents: NDArray[np.uint16]  # (h,)
 
 
-def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int64]:
-    """Estimate how many elements of old have each exponent, (E,), from every `every`-th run of 64; 1 is exact.
-
-    old: (n,), contiguous; or (rows, run) that lie apart, where the elements of a row lie one after another, and are at
-    least LANES.
-    """
-    segments = np.zeros(1, SEGMENT)
-    rows, run = old.shape if old.ndim == 2 else (1, old.size)
-    for name, value in (("address", old.ctypes.data), ("rows", rows), ("run", run), ("apart", old.strides[0])):
-        segments[name] = value
-    kind, like, each = old.dtype.type, np.empty(0, old.dtype), np.array([every])
-    counts = np.zeros((1, field.exponents), np.int32)
-    count_in_segments(like, read_only(segments), kind(field.mask), kind(field.shift), read_only(each), counts)
-    found: NDArray[np.int64] = counts[0].astype(np.int64)
-    return found
-
-
 def no_moves(count: int) -> Moves:
     """Memory for this many moves."""
     return Moves(np.empty(count, np.uint16), np.empty(count, np.bool_), np.empty(count, np.uint64))
@@ -176,14 +158,8 @@ def find_moves(old: UIntArray, new: UIntArray, field: Field, moved: Moves | None
     return moved
 
 
-def apply_moves(
-    old: UIntArray, indices: NDArray[np.uint32], ups: NDArray[np.bool_], sizes: NDArray[np.uint64], field: Field
-) -> UIntArray:
-    """The new values (k,) at indices (k,) of old, which are in range: the inverse of `find_moves`.
-
-    old: (n,), contiguous; or (rows, run) that lie apart; indices count through all rows.
-    """
-    values = np.empty(len(indices), old.dtype)
-    (gather if old.ndim == 1 else gather_rows)(old, indices, values)
+def apply_moves(old: UIntArray, ups: NDArray[np.bool_], sizes: NDArray[np.uint64], field: Field) -> UIntArray:
+    """The new values (k,) that old ones (k,) become: the inverse of `find_moves`."""
+    values = old.copy()
     undo_moves(ups, sizes, np.uint64(field.sign), field.floating, values)
     return values

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.arrays import LANES, buffer, prefetch_line, read_only
+from pulse_rl.kernels.cpu.arrays import LANES, buffer, read_only
 from pulse_rl.kernels.cpu.compiled import kernel, part
 from pulse_rl.kernels.cpu.digests import C1, C2, mixed
 
@@ -108,7 +108,12 @@ def ask_for(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        prefetch_line(builder, element_pointer(builder, signature.args[0], args[1], args[2]), locality=2)
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        pointer = element_pointer(builder, signature.args[0], args[1], args[2])
+        options = number(0), number(2), number(1)  # to read, into all caches but the first, data
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(prefetch, [builder.bitcast(pointer, byte), *options])
         return context.get_dummy_value()
 
     return types.void(values, types.uint64, types.int64), codegen

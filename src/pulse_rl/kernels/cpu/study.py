@@ -4,7 +4,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray
+from pulse_rl.dtypes import Field, UIntArray
+from pulse_rl.kernels.cpu import coding
 from pulse_rl.kernels.cpu.arrays import LANES, changed_lanes, popcount, read_only
 from pulse_rl.kernels.cpu.compiled import kernel
 from pulse_rl.kernels.cpu.moves import Moves
@@ -32,6 +33,13 @@ def _count_differing(old, new):
 def count_differing(old: UIntArray, new: UIntArray) -> int:
     """Count the elements of old and new (n,) that have different bits."""
     return int(_count_differing(read_only(old), read_only(new)))
+
+
+def count_exponents(old: UIntArray, field: Field) -> NDArray[np.int64]:
+    """Count the elements of old (n,) that have each exponent, (E,)."""
+    counts = coding.count_exponents(coding.memory_of([old]), field, old.itemsize, np.ones(1, np.int64))
+    found: NDArray[np.int64] = counts[0].astype(np.int64)
+    return found
 
 
 @kernel

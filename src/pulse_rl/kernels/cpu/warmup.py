@@ -25,16 +25,14 @@ from pulse_rl.kernels.cpu import (
     sends,
     study,
 )
-from pulse_rl.kernels.cpu.casts import cast_bfloat16, find_cast_changes
+from pulse_rl.kernels.cpu.casts import cast_bfloat16
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
     find_changes,
-    find_changes_rows,
     gather,
     gather_rows,
     scatter,
     scatter_rows,
-    union,
     unions,
 )
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
@@ -86,7 +84,6 @@ def _warm_changes(itemsize: int) -> None:
     indices, values = indices[:count], values[:count]
     gather(old, indices, values.copy())
     scatter(old.copy(), indices, values)
-    union(indices, values, indices, values, np.empty(2 * count, np.uint32), np.empty(2 * count, old.dtype))
     edges = np.array([0, count])
     unions(edges, indices, values, edges, indices, values)
     digest_range(0, 0, old)
@@ -98,8 +95,6 @@ def _warm_changes(itemsize: int) -> None:
     rows = np.zeros((2 * N, 2), old.dtype)[::2]
     gather_rows(rows, indices, values.copy())
     scatter_rows(rows, indices, values)
-    apart = np.zeros((2, 2 * N), old.dtype)[:, :N]
-    find_changes_rows(apart, apart, np.empty(2 * N + SLACK, np.uint32), np.empty(2 * N + SLACK, old.dtype))
     one = np.zeros(1, np.int64)
     cut = Cut(Grid(N, np.array([0, N]), one, one, one + 1), one, one, one + count)
     split(indices, values, values, [cut], 1)
@@ -124,10 +119,9 @@ def _spot(elements: NDArray[Any]) -> Spots:
 
 
 def _warm_casts() -> None:
-    values, bits = np.zeros(N, np.float32), np.zeros(N + SLACK, np.uint16)
-    cast_bfloat16(values, bits[:N])
+    values, bits = np.zeros(N, np.float32), np.zeros(N, np.uint16)
+    cast_bfloat16(values, bits)
     find_in_spots(_spot(bits), _spot(values), np.array([N]), 2, cast=True)
-    find_cast_changes(bits[:N].copy(), values, np.empty(N + SLACK, np.uint32), bits)
 
 
 def _warm_gaps() -> None:
@@ -143,7 +137,7 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
     old = (old % field.exponents) << kind.type(field.shift)
     indices = np.arange(0, N, 2, dtype=np.uint32)
     moved = moves.find_moves(old[indices], old[indices] + kind.type(1), field)
-    moves.apply_moves(old, indices, moved.ups, moved.sizes, field)
+    moves.apply_moves(old[indices], moved.ups, moved.sizes, field)
     study.histogram(moved, field.exponents)
     one = np.ones(1, np.int64)
     memory = coding.memory_of([old])

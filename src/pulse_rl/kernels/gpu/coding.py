@@ -215,11 +215,9 @@ class _Batch:
     """Segments that are coded at once."""
 
     def __init__(self, memory: MemoryRows, kind: Kind, starts: Starts, chosen: slice) -> None:
-        addresses, rows, runs, apart, held = memory
         field, itemsize, strides, phases, classes = kind
         self.kind = Kind(field, itemsize, strides[chosen], phases[chosen], classes[chosen])
-        mine = MemoryRows(addresses[chosen], rows[chosen], runs[chosen], apart[chosen], held)
-        self.regions = Regions(mine, itemsize)
+        self.regions = Regions(memory.of(chosen), itemsize)
         self.segments = _segments(self.kind, self.regions.sizes, starts)
         self.hot: HotElements = find_hot(self.regions, field, starts.thresholds[self.kind.classes])
 

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray, field_of
-from pulse_rl.kernels.cpu import moves
-from pulse_rl.kernels.cpu.study import count_differing
+from pulse_rl.kernels.cpu.study import count_differing, count_exponents
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.measure.tally import Counts, Tally, empty_tally, tally
 from pulse_rl.study.measure.timeline import Timeline
@@ -109,7 +108,7 @@ class _Sweep:
         former = self._timeline.bases[base].get(1)  # the version a step before base
         elements = self._elements.pop(base, None)
         if elements is None:
-            elements = moves.count_exponents(old, self._kind, 1)
+            elements = count_exponents(old, self._kind)
         step, indices, self._elements[target] = tally(
             self._dtype, elements, None if former is None else self._held[former], old, new
         )
