@@ -17,7 +17,7 @@ PARALLEL := -n 4 --dist worksteal
 # Tests start hundreds of processes; where the environment forbids bytecode, each would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs evidence check audit dist clean
+.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all test-bounds azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs evidence check audit dist clean
 
 setup: .venv/.ready
 
@@ -80,6 +80,11 @@ test: setup
 # With the tests marked slow: whole runs of several processes. About 20 minutes.
 test-all: setup
 	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+# What calls kernels, with kernels that check every index of an array (not the addresses of segments): one past an end is
+# an error, where else it breaks the heap and shows anywhere.
+test-bounds: setup
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest $(PARALLEL) $(if $(ARGS),$(ARGS),$(addprefix tests/,codecs kernels loco patch study sync weights))
 
 # Azure's emulator, for tests that are skipped without it. Not part of the set-up, because it needs npm.
 azurite: setup

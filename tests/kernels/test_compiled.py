@@ -158,6 +158,18 @@ def test_machine_code_is_of_the_sources_that_a_process_has_imported(package: Pat
     assert (old, new) == ("[1.0, 1.0]\n", "[2.0, 2.0]\n")
 
 
+def test_kernels_check_bounds_where_numba_is_told_so() -> None:
+    """Also where their machine code without checks is kept: they run without them first."""
+    code = (
+        "import numpy as np\nfrom pulse_rl.kernels import cpu\n"
+        "cpu.gather(np.zeros(4, np.uint16), np.array([4], np.uint32), np.empty(1, np.uint16))"
+    )
+    for checks in "01":
+        env = os.environ | {"NUMBA_BOUNDSCHECK": checks}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert ("IndexError" in done.stderr, done.returncode) == (checks == "1", int(checks))
+
+
 def test_compiling_in_another_process_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

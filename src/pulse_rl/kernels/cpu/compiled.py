@@ -24,7 +24,7 @@ from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from numba import njit
+from numba import config, njit
 from numba.core import event
 from numba.core.caching import IndexDataCacheFile, NullCache
 from numba.core.codegen import JITCodeLibrary
@@ -197,7 +197,7 @@ class Cache(NullCache):  # type: ignore[misc]
 
     def _target(self, codegen: Any) -> object:
         """What the code is for."""
-        return codegen.magic_tuple()
+        return (*codegen.magic_tuple(), bool(config.BOUNDSCHECK))
 
     def _rebuilt(self, target_context: Any, kept: Any) -> Any:
         return CompileResult._rebuild(target_context, *kept)
