@@ -88,6 +88,14 @@ def test_a_runs_own_page_is_not_replaced(capsys: pytest.CaptureFixture[str], run
     assert "another directory" in " ".join(err.replace("│", " ").split())
 
 
+def test_an_output_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str], run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = call(capsys, run.directory / "store", "-o", tmp_path / "file" / "study")
+    assert code == 1
+    assert str(tmp_path / "file" / "study") in err
+    assert "temporary files" not in err
+
+
 def test_the_report_is_written_and_printed(capsys: pytest.CaptureFixture[str], run: Run, tmp_path: Path) -> None:
     out = tmp_path / "new" / "study"
     code, printed, err = call(capsys, run.directory, "-o", out)

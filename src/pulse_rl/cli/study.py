@@ -91,9 +91,9 @@ def study(
                 check_settings(settings)
         if html:
             require("vl_convert", "study")  # fails before the work
-        source = _open(targets, stack)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)  # as does this
+        source = _open(targets, stack)
         with output.progress("study") as update:
             report = measure(source, settings, codecs=codecs, progress=update)
     if len(targets) == 1 and is_run(targets[0]):
