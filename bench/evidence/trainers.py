@@ -5,7 +5,7 @@ python -m bench.evidence.trainers --rewards RUN ... | tail -n +2 >> bench/eviden
 
 A line for each round of each run, with its mean reward and what a trainer sent; and, in the first and the last, the
 reward on problems that no trainer saw: of the likeliest answers, and of some that are sampled for a part of them. That
-takes ten minutes a run, and is left out with `--rewards`.
+takes ten minutes for the first run of a seed, five for others, and is left out with `--rewards`.
 """
 
 import statistics
@@ -80,16 +80,22 @@ def measure(run: Path, *, rewards: bool) -> None:
         print(*who, *row, sep="\t", flush=True)
 
 
+# Of what runs begin with: those of one seed that are measured together share it.
+_before: dict[tuple[object, ...], tuple[float, float]] = {}
+
+
 def _scores(run: Path, recipe: Recipe, last: dict[str, Any]) -> dict[int, tuple[float, float]]:
     """By step: before the run, and after the last one."""
     trained = next(iter(recipe.policies.values()))
     stream = ProblemStream(recipe.workflow.settings["task"], recipe.seed)
     loaded = model.load(trained.model, seed=recipe.seed, dither=trained.dither)
     problems = unseen(recipe, stream)
-    first = score(loaded, stream, problems, recipe)
+    key = (trained.model, trained.dither, recipe.seed, recipe.workflow.temperature, *(one.prompt for one in problems))
+    if key not in _before:
+        _before[key] = score(loaded, stream, problems, recipe)
     pulse.Subscriber(run / "store").sync(loaded.model.bfloat16(), version=last["version"])
     loaded.model.float()
-    return {0: first, last["step"]: score(loaded, stream, problems, recipe)}
+    return {0: _before[key], last["step"]: score(loaded, stream, problems, recipe)}
 
 
 def trainers() -> str:
