@@ -15,7 +15,11 @@ import pulse_rl as pulse
 from pulse_rl.codecs import choose
 from pulse_rl.kernels import cpu
 from pulse_rl.patch.apply import Application
+from pulse_rl.patch.live import each_alone
+from pulse_rl.patch.table import entries_of
+from pulse_rl.patch.targets import locate
 from pulse_rl.weights.bits import HostBits, TorchBits
+from pulse_rl.weights.devices import HOST
 from pulse_rl.weights.layout import layout
 from tests.patch.tools import (
     NUMPY_DTYPES,
@@ -263,6 +267,19 @@ def test_a_cast_is_read_as_torch_casts_and_cannot_be_written() -> None:
     assert bytes(patch) == bytes(pulse.diff(cast, new))
     with pytest.raises(ValueError, match="'w' is read-only"):
         pulse.apply(view, patch)
+
+
+@pytest.mark.parametrize("masters", [0, 30])
+def test_shards_of_one_tensor_of_which_one_is_cast_are_read_each_as_it_lies(masters: int) -> None:
+    whole = torch.randn(60, 70).bfloat16()
+    parts = {at: whole[at : at + 30].clone() for at in (0, 30)}
+    new = {"w": [pulse.Shard(part * 1.25, shape=(60, 70), offset=(at, 0)) for at, part in parts.items()]}
+    parts[masters] = parts[masters].float()
+    old = layout({"w": [pulse.Shard(part, shape=(60, 70), offset=(at, 0)) for at, part in parts.items()]}, "bfloat16")
+    assert not locate(each_alone(old), entries_of(old), HOST).spots.addresses.any()
+    patch = pulse.diff(old, new)
+    pulse.apply({"w": whole}, patch)
+    assert pulse.digest({"w": whole}) == pulse.digest(new)
 
 
 # Tied tensors

@@ -187,7 +187,7 @@ def counters_of(copies: Copies) -> Iterator[Counter]:
 
 
 def _pieces_on(entry: Entry, copies: Copies, device: Device) -> Sequence[Piece] | None:
-    """The pieces of a tensor; None unless the elements of each lie one after another, on this device."""
+    """The pieces of a tensor; None unless the elements of each lie one after another, on this device, in one width."""
     if len(copies) > 1:
         return None
     pieces = pieces_of(copies[0]) if copies else ()
@@ -197,6 +197,7 @@ def _pieces_on(entry: Entry, copies: Copies, device: Device) -> Sequence[Piece] 
             or bits.device is not device
             or not bits.contiguous
             or bits.dtype != entry.dtype
+            or bits.stored_itemsize != pieces[0].bits.stored_itemsize  # type: ignore[attr-defined]
         ):
             return None
     return pieces
