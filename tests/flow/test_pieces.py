@@ -104,6 +104,29 @@ def test_scores_of_a_model_of_any_kind_are_those_of_a_pass_for_each_completion(
             assert not scored[row, length:].any()
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Mistral", HEADS | {"sliding_window": 4}),
+        ("Mamba", SMALL | {"state_size": 4, "bos_token_id": 1}),
+        ("Lfm2", HEADS | {"layer_types": ["conv", "full_attention"]}),
+    ],
+)
+def test_a_model_of_any_kind_samples_as_it_scores(kind: str, settings: dict[str, Any]) -> None:
+    """States are repeated and selected, as keys and values are."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    ids, mask = policy.padded([[7, 8, 9], [5, 6, 7, 8, 9, 4], [8]], left=True)
+    most = torch.tensor([1, 5, 2, 3, 1, 1, 4])
+    how = policy.How(torch.tensor([3, 1, 3]), most, 0.7, torch.zeros(99, dtype=torch.bool))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter *= 6 if parameter.ndim == 2 else 1  # so that each token matters
+        done = policy.sample(made, ids, mask, how, torch.Generator().manual_seed(1))
+        assert done.mask.sum(1).tolist() == most.tolist()
+        assert torch.allclose(policy.score(made, done, 0.7), done.logprobs * done.mask, atol=1e-3)
+
+
 @pytest.mark.parametrize("each", [True, False])
 def test_completions_that_have_ended_are_not_computed_and_leave_the_others_alone(
     tiny: model.Loaded, each: bool

@@ -75,6 +75,7 @@ def _prefill(
     Returns the logits after it, (B, V) float32, and the cache, repeated by group, as the model takes it.
     """
     name = cache_name(model)
+    owner = torch.arange(len(group), device=ids.device).repeat_interleave(group)
     out = model(
         input_ids=ids,
         attention_mask=mask,
@@ -82,8 +83,8 @@ def _prefill(
         use_cache=True,
         logits_to_keep=1,
     )
-    out[name].batch_repeat_interleave(group)
-    return out.logits[:, -1].float().repeat_interleave(group, 0), {name: out[name]}
+    out[name].reorder_cache(owner)  # which also repeats, and unlike `batch_repeat_interleave` knows states
+    return out.logits[owner, -1].float(), {name: out[name]}
 
 
 @torch.no_grad()
@@ -91,6 +92,8 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
     """Sample completions of each prompt, until a stop token or max_new_tokens."""
     group, most, temperature, stops, interrupted = how
     logits, cache = _prefill(model, ids, mask, group)
+    # Mamba would multiply a mask of all tokens with the newest one, and states hold no padding.
+    attends = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) != {"linear_attention"}
     seen = mask.repeat_interleave(group, 0)
     position = seen.sum(1, keepdim=True)
     row = torch.arange(len(seen), device=seen.device)  # those that are computed; `alive` of them go on
@@ -107,12 +110,12 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
         if not going or (interrupted and interrupted()):
             break
         if 2 * going <= len(row):  # so all copies together are at most one of the batch
-            cache[cache_name(model)].batch_select_indices(alive.nonzero()[:, 0])
+            cache[cache_name(model)].reorder_cache(alive.nonzero()[:, 0])
             row, seen, position, token, alive = (of[alive] for of in (row, seen, position, token, alive))
         seen = torch.cat([seen, torch.ones_like(token)], 1)
         out = model(
             input_ids=token,
-            attention_mask=seen,
+            attention_mask=seen if attends else None,
             position_ids=position,
             use_cache=True,
             **cache,
