@@ -17,6 +17,7 @@ from pulse_rl.flow import directory, metrics, model, model_name, policy
 from pulse_rl.flow.engine import ProcessHandle, Remote, least_loaded
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
+from pulse_rl.flow.rollout.sampling import _Request
 from pulse_rl.flow.tasks import LISTING, ProblemStream
 from pulse_rl.flow.training.versions import PolicyHistory
 from pulse_rl.store.base import ObjectInfo
@@ -168,6 +169,21 @@ def test_sampling_is_seeded_and_stops(tiny: model.Loaded) -> None:
         assert sampled[:n].all()
         assert not stops[tokens[: n - 1]].any()
         assert n == len(tokens) or stops[tokens[n - 1]]
+
+
+def test_a_model_may_have_more_rows_than_the_tokenizer_has_tokens() -> None:
+    """As Qwen's models do. Those rows end no completion."""
+    made = model.load("tiny", seed=3)
+    stops = policy.stop_tokens(made.tokenizer)
+    made.model.resize_token_embeddings(len(stops) + 99, mean_resizing=False)
+    ids, mask = policy.encode(made.tokenizer, ["1 + 2 ="])
+    sampler = BuiltinSampler.__new__(BuiltinSampler)
+    sampler._model, sampler.tokenizer = made.model, made.tokenizer
+    how = policy.How(torch.tensor([16]), torch.full((16,), 8), 1.0, stops)
+    done = sampler.sample(ids, mask, 1, how)
+    assert (done.tokens[:, :-1][done.mask[:, 1:]] >= len(stops)).any()
+    future: Any = None
+    assert not _Request([5], 8, stops, 0, future, tokens=[len(stops)]).done
 
 
 # --- tasks, models --------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def _prefill(
         use_cache=True,
         logits_to_keep=1,
     )
-    out[name].reorder_cache(owner)  # which also repeats, and unlike `batch_repeat_interleave` knows states
+    out[name].reorder_cache(owner)  # also repeats; `batch_repeat_interleave` knows no states
     return out.logits[owner, -1].float(), {name: out[name]}
 
 
@@ -94,6 +94,7 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
     logits, cache = _prefill(model, ids, mask, group)
     # Mamba would multiply a mask of all tokens with the newest one, and states hold no padding.
     attends = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) != {"linear_attention"}
+    stops = torch.nn.functional.pad(stops, (0, logits.shape[1] - stops.shape[-1]))  # models may have more rows
     seen = mask.repeat_interleave(group, 0)
     position = seen.sum(1, keepdim=True)
     row = torch.arange(len(seen), device=seen.device)  # those that are computed; `alive` of them go on

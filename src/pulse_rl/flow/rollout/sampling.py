@@ -53,7 +53,8 @@ class _Request:
 
     @property
     def done(self) -> bool:
-        return len(self.tokens) >= self.limit or bool(self.stops[self.tokens[-1]])
+        last = self.tokens[-1]  # beyond `stops` where the model has more rows than the tokenizer has tokens
+        return len(self.tokens) >= self.limit or bool(self.stops[last : last + 1].any())
 
 
 class PolicySampling:
