@@ -5,7 +5,7 @@ python -m bench.evidence.trainers --rewards RUN ... | tail -n +2 >> bench/eviden
 
 A line for each round of each run, with its mean reward and what a trainer sent; and, in the first and the last, the
 reward on problems that no trainer saw: of the likeliest answers, and of some that are sampled for a part of them. That
-takes ten minutes for the first run of a seed, five for others, and is left out with `--rewards`.
+takes up to ten minutes for the first run of a seed, half of it for others, and is left out with `--rewards`.
 """
 
 import statistics
