@@ -81,7 +81,7 @@ def measure(run: Path, *, rewards: bool) -> None:
 
 
 # Of what runs begin with: those of one seed that are measured together share it.
-_before: dict[tuple[object, ...], tuple[float, float]] = {}
+_before: dict[str, tuple[float, float]] = {}
 
 
 def _scores(run: Path, recipe: Recipe, last: dict[str, Any]) -> dict[int, tuple[float, float]]:
@@ -90,7 +90,7 @@ def _scores(run: Path, recipe: Recipe, last: dict[str, Any]) -> dict[int, tuple[
     stream = ProblemStream(recipe.workflow.settings["task"], recipe.seed)
     loaded = model.load(trained.model, seed=recipe.seed, dither=trained.dither)
     problems = unseen(recipe, stream)
-    key = (trained.model, trained.dither, recipe.seed, recipe.workflow.temperature, *(one.prompt for one in problems))
+    key = repr((trained.model, trained.dither, recipe.seed, recipe.workflow, [one.prompt for one in problems]))
     if key not in _before:
         _before[key] = score(loaded, stream, problems, recipe)
     pulse.Subscriber(run / "store").sync(loaded.model.bfloat16(), version=last["version"])
