@@ -93,7 +93,7 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
     group, most, temperature, stops, interrupted = how
     logits, cache = _prefill(model, ids, mask, group)
     # Mamba would multiply a mask of all tokens with the newest one, and states hold no padding.
-    attends = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) != {"linear_attention"}
+    attends = _layer_types(model) != {"linear_attention"}
     stops = torch.nn.functional.pad(stops, (0, logits.shape[1] - stops.shape[-1]))  # models may have more rows
     seen = mask.repeat_interleave(group, 0)
     position = seen.sum(1, keepdim=True)
@@ -165,12 +165,17 @@ def score(model: Any, completions: Completions, temperature: float) -> torch.Ten
     return torch.log_softmax(logits / temperature, -1)[owner[:, None], before, tokens] * sampled
 
 
+def _layer_types(model: Any) -> set[str]:
+    """The kinds of its layers; none where the model does not say."""
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
 def _takes_masks(model: Any) -> bool:
     """Whether the mask alone says what each token attends to, and not also windows, states, or ALiBi's distances."""
     config = model.config.get_text_config()
     return (
         config._attn_implementation == "sdpa"
-        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+        and _layer_types(model) <= {"full_attention"}
         and not getattr(config, "sliding_window", None)
         and not getattr(config, "alibi", False)
         and not model._is_stateful
