@@ -82,7 +82,7 @@ test-all: setup
 	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
 # What calls kernels, with kernels that check every index of an array (not the addresses of segments): one past an end is
-# an error, where else it breaks the heap and shows anywhere.
+# an error, which otherwise breaks the heap and shows anywhere.
 test-bounds: setup
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest $(PARALLEL) $(if $(ARGS),$(ARGS),$(addprefix tests/,codecs kernels loco patch study sync weights))
 
