@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,19 +29,31 @@ BROUGHT = {"tokenizers": "transformers", "safetensors": "transformers", "pydanti
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both, made as a release makes them: the wheel from the unpacked source distribution."""
-    directory = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    """Both, made as a release makes them: the wheel from the unpacked source distribution.
+
+    Of a copy, as setuptools writes into the tree that it builds, where another worker may build too.
+    """
+    directory, tree = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("tree")
+    for name in tracked():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     return directory
+
+
+def tracked(*folders: str) -> list[str]:
+    """The files of the repository, or of some of its folders, that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.split("\0")[:-1]
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     """Byte for byte what lies in src/, by way of the source distribution, which holds no tests, benchmarks or pages."""
     (wheel,) = built.glob("*.whl")
     assert wheel.stat().st_size < 1_500_000
-    tracked = subprocess.run(["git", "ls-files", "-z", "src"], cwd=ROOT, capture_output=True, text=True, check=True)
-    expected = {name.removeprefix("src/"): (ROOT / name).read_bytes() for name in tracked.stdout.split("\0")[:-1]}
+    expected = {name.removeprefix("src/"): (ROOT / name).read_bytes() for name in tracked("src")}
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert names == expected.keys()
