@@ -86,12 +86,12 @@ class _Server(ThreadingHTTPServer):
 class SmallEngine:
     """What a service needs of an engine, and the HTTP server before it."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, replica: int = 0) -> None:
         self.weights = fresh()
         self.unmapped = self.refresh_fails = False
         self.refreshed, self.steps, self.pauses, self.resets = 0, 0, list[PauseMode](), 0
         self.broken: Callable[[str, str], bool] = lambda method, path: False  # whether to hang up instead of answering
-        self.receiver = EngineReceiver(self._views, compiles=False)
+        self.receiver = EngineReceiver(self._views, compiles=False, replica=replica)
         self._paused, self._version = False, "default"
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ended = threading.Event()

@@ -1,4 +1,8 @@
-"""What each process of an engine says, and what the engine holds by that: what all of them hold."""
+"""What each process of an engine says, and what the engine holds by that: what all of them hold.
+
+The ranks that hold shares of one model change together. Replicas of a model in one server do not know of each other:
+one may fail alone, and then they hold different versions.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pulse_rl.engines.states import EngineState, Failure, Follow, Mapped, Phase, Prepared
+from pulse_rl.engines.states import BUSY, EngineState, Failure, Follow, Mapped, Phase, Prepared
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -46,8 +50,9 @@ class Outside(NamedTuple):
 
 
 def is_stopped(ranks: Sequence[RankState]) -> bool:
-    """Whether the engine must not generate before an update has succeeded."""
-    return any(rank.stopped for rank in ranks)
+    """Whether the engine must not generate before an update has succeeded: replicas that differ must not, either."""
+    differ = len({(rank.version, rank.digest) for rank in ranks}) > 1
+    return any(rank.stopped for rank in ranks) or (differ and not any(rank.working for rank in ranks))
 
 
 def merge(ranks: Sequence[RankState], outside: Outside) -> EngineState:
@@ -62,8 +67,8 @@ def merge(ranks: Sequence[RankState], outside: Outside) -> EngineState:
     return EngineState(
         instance=first.instance,
         model=outside.model,
-        follow=first.follow,
-        pending=first.pending,
+        follow=first.follow if all(rank.follow == first.follow for rank in ranks) else None,
+        pending=next((rank.pending for rank in ranks if rank.pending), None),
         version=version,
         digest=digest,
         ready=ready,
@@ -80,10 +85,10 @@ def merge(ranks: Sequence[RankState], outside: Outside) -> EngineState:
 def _prepared(ranks: Sequence[RankState]) -> Prepared | None:
     """What all ranks have staged."""
     found = [rank.prepared for rank in ranks if rank.prepared is not None]
-    if len(found) < len(ranks) or len({(each.version, each.digest) for each in found}) > 1:
+    if len(found) < len(ranks) or _differ(found):
         return None
     return msgspec.structs.replace(
-        found[0],
+        max(found, key=lambda each: ("none", "patches", "anchor").index(each.route)),
         nbytes=sum(each.nbytes for each in found),
         fetched_nbytes=sum(each.fetched_nbytes for each in found),
         changes=max(each.changes for each in found),
@@ -98,7 +103,14 @@ def _mapped(ranks: Sequence[RankState]) -> Mapped | None:
     return msgspec.structs.replace(found[0], seconds=max(each.seconds for each in found))
 
 
+def _differ(staged: Sequence[Prepared]) -> bool:
+    return len({(each.version, each.digest) for each in staged}) > 1
+
+
 def _failure(ranks: Sequence[RankState]) -> Failure | None:
     """The failure that explains the others: an ExchangeError says that another rank has failed."""
     found = [rank.failure for rank in ranks if rank.failure is not None]
+    if not found and _differ([rank.prepared for rank in ranks if rank.prepared is not None]):
+        message = "a version came while its replicas staged the newest: stage again"
+        return Failure("stage", BUSY, message, temporary=True)
     return next((each for each in found if each.kind != "ExchangeError"), found[0] if found else None)

@@ -82,6 +82,11 @@ class _Opened(NamedTuple):
     mapped: Mapped
 
 
+def _heartbeat(name: str | None, replica: int) -> str | None:
+    """A replica's own id, of at most 64 letters too."""
+    return f"{name[:60]}.{replica}" if name and replica else name
+
+
 def _open_store(wanted: Follow) -> Store:
     return open_store(wanted.store, cache=wanted.cache or False)
 
@@ -92,7 +97,7 @@ class EngineReceiver:
     find_views: finds the weights of the history's tensors in this process. group: of the ranks that hold shares of one
     model, for this alone; None for one process. checkpoint: the files that the engine has loaded. compiles: whether
     this process compiles what is missing of the kernels, at once: one process of a host should. opens: opens the store
-    of a history.
+    of a history. replica: which replica of the model in its server this is a rank of; each writes its own heartbeat.
     """
 
     def __init__(
@@ -103,8 +108,10 @@ class EngineReceiver:
         checkpoint: Path | None = None,
         compiles: bool = True,
         opens: Callable[[Follow], Store] = _open_store,
+        replica: int = 0,
     ) -> None:
         self._find_views, self._group, self._checkpoint, self._opens = find_views, group, checkpoint, opens
+        self._replica = replica
         self._instance = secrets.token_hex(8)
         self._lock = threading.Lock()  # of what follows, which both threads write
         self._wanted: Follow | None = None  # the last order
@@ -233,7 +240,7 @@ class EngineReceiver:
             subscriber = Subscriber(
                 store,
                 public_key=allowed.public_key,
-                heartbeat=allowed.heartbeat,
+                heartbeat=_heartbeat(allowed.heartbeat, self._replica),
                 patience=allowed.patience,
                 view=allowed.view,
                 group=self._group,

@@ -119,7 +119,8 @@ class EngineState(msgspec.Struct, frozen=True):
         follow: Which history it follows, whose `version` it holds; None before it has opened the first.
         pending: What it was asked to follow and has not opened yet, or could not: then `failure` says why, it goes on
             with the version that it holds, and the next `stage` tries again. None where it follows what was asked.
-        version: The version that its live weights are proved to hold, on all ranks; None where that is not known.
+        version: The version that its live weights are proved to hold, on all ranks of all replicas; None where that is
+            not known, or they differ.
         digest: The digest of that version, 16 hex digits.
         ready: Whether it has been brought to a version since it was started, holds one, and is not paused: a load
             balancer may send it requests.
@@ -129,7 +130,7 @@ class EngineState(msgspec.Struct, frozen=True):
         prepared: What is staged; None if nothing is.
         mapping: How the weights are followed; None before the map was found.
         failure: What went wrong last; None after a success.
-        ranks: Processes that hold shares of the weights.
+        ranks: Processes that hold weights: the ranks of all replicas.
     """
 
     instance: str

@@ -153,25 +153,20 @@ def test_a_server_follows_in_place_is_killed_and_catches_up_before_it_is_ready(
     assert again.outputs() != outputs[-1]
 
 
-@pytest.mark.parametrize("has_core", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
-def test_a_pause_does_not_wait_for_clients(has_core: bool, reset: bool) -> None:
-    """As vLLM's own, which sleeps when the engine stands already; that one only where a client has no core."""
-    called = mock.Mock(spec_set=["pause_scheduler_async", "clear_mm_cache_async", "pause_generation"])
-    for name in ("pause_scheduler_async", "clear_mm_cache_async", "pause_generation"):
+def test_a_pause_does_not_wait_for_clients(reset: bool) -> None:
+    """As vLLM's own, which sleeps when the engine stands already."""
+    called = mock.Mock(spec_set=["pause_scheduler_async", "clear_mm_cache_async"])
+    for name in ("pause_scheduler_async", "clear_mm_cache_async"):
         setattr(called, name, mock.AsyncMock())
-    client = SimpleNamespace(renderer=called, pause_generation=called.pause_generation)
-    if has_core:
-        client.engine_core = called
+    client = SimpleNamespace(renderer=called, engine_core=called)
     asyncio.run(_Engine(client, "model").pause("keep", reset))
-    pause = mock.call.pause_scheduler_async if has_core else mock.call.pause_generation
-    clear = [mock.call.clear_mm_cache_async()] if has_core and reset else []
-    assert called.mock_calls == [*clear, pause(mode="keep", clear_cache=reset)]
+    clear = [mock.call.clear_mm_cache_async()] if reset else []
+    assert called.mock_calls == [*clear, mock.call.pause_scheduler_async(mode="keep", clear_cache=reset)]
 
 
-@pytest.mark.parametrize("has_core", [True, False])
-def test_the_core_is_sent_the_version_and_then_goes_on(has_core: bool) -> None:
-    """Before the version is answered, if the client has a core, which does one after the other."""
+def test_the_core_is_sent_the_version_and_then_goes_on() -> None:
+    """Before the version is answered: the core does one after the other."""
     found: list[str] = []
 
     async def call(what: str) -> None:
@@ -182,11 +177,8 @@ def test_the_core_is_sent_the_version_and_then_goes_on(has_core: bool) -> None:
     client = SimpleNamespace(
         update_weight_version=lambda version: call(f"version {version}"), resume_generation=lambda: call("go on")
     )
-    if has_core:
-        client.engine_core = client
     asyncio.run(_Engine(client, "model").resume("7"))
-    assert found[0] == "version 7"
-    assert found.index("go on") == (1 if has_core else 2)
+    assert found[:2] == ["version 7", "go on"]
     found.clear()
     asyncio.run(_Engine(client, "model").resume())
     assert found == ["go on", "go on is answered"]
@@ -236,6 +228,38 @@ def test_staging_while_requests_run_and_failures_that_leave_the_old_version(
     assert readiness(server)[0] == 503
     assert client.update(pause="abort").version == 3
     assert client.verify() == trainer.digest
+
+
+def test_replicas_in_one_server_all_follow_and_a_bit_that_flips_in_the_second_is_found(
+    trainer: Trainer, servers: list[Server], tmp_path: Path
+) -> None:
+    more = ("--data-parallel-size", "2", "--worker-extension-cls", "tests.integrations.vllm.world.Flips")
+    server = Server(trainer.checkpoint(), tmp_path / "log", arguments=more)
+    servers.append(server)
+    server.wait()
+    client = EngineClient(server.url)
+    client.follow(trainer.store, patience=1.0, heartbeat="server")
+    trainer.publish(2)
+    client.update()
+    outputs = [[server.complete(prompt, replica=replica) for prompt in PROMPTS] for replica in (0, 1)]
+    assert outputs[0] == outputs[1]
+    state = client.state()
+    assert (state.version, state.digest, state.ready, state.ranks) == (2, trainer.digest, True, 2)
+    assert server.ask("/weight_info") == {"weight_version": "2"}
+    server.ask("/collective_rpc", {"method": "flip", "args": ["1"]})
+    with pytest.raises(EngineError) as caught:
+        client.verify()
+    assert (caught.value.kind, caught.value.version) == ("IntegrityError", None)
+    assert readiness(server)[0] == 503
+    assert client.update().pause_s > 0  # of the second; the first holds it already
+    assert client.verify() == trainer.digest
+    trainer.publish()
+    assert client.update().route == "patches"
+    outputs = [[server.complete(prompt, replica=replica) for prompt in PROMPTS] for replica in (0, 1)]
+    server.kill()
+    again = Server(trainer.checkpoint(), tmp_path / "log")
+    servers[:] = [again]
+    assert outputs == [again.wait().outputs()] * 2  # a fresh engine of that version
 
 
 def test_a_server_follows_a_second_run_and_slips_leave_it_the_first(

@@ -98,6 +98,19 @@ def step(model: Any, seed: int) -> None:
             flat[where] += (torch.randn(len(where), generator=generator) * 0.1).bfloat16()
 
 
+class Flips:
+    """What a worker of vLLM can do besides, as its `worker_extension_cls`."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def flip(self, replica: str) -> None:
+        """Flip a bit of the weights, if this is a rank of that replica."""
+        if self.vllm_config.parallel_config.data_parallel_index == int(replica):
+            weight = next(self.model_runner.model.parameters())
+            weight.view(torch.int16).view(-1)[7] ^= 1
+
+
 class Server:
     """One server, started on a directory of a checkpoint."""
 
@@ -144,20 +157,29 @@ class Server:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def send(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> bytes:
+    def send(
+        self, path: str, body: dict[str, Any] | None = None, timeout: float = 120, replica: int | None = None
+    ) -> bytes:
         data = None if body is None else json.dumps(body).encode()
-        with urlopen(Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=timeout) as answer:
+        headers = {"Content-Type": "application/json"}
+        if replica is not None:
+            headers["X-data-parallel-rank"] = str(replica)
+        with urlopen(Request(self.url + path, data, headers), timeout=timeout) as answer:
             found: bytes = answer.read()
         return found
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.send(path, body, timeout))
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, timeout: float = 120, replica: int | None = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.send(path, body, timeout, replica))
         return found
 
-    def complete(self, prompt: str, tokens: int = 16, **options: Any) -> tuple[str, list[float]]:
+    def complete(
+        self, prompt: str, tokens: int = 16, *, replica: int | None = None, **options: Any
+    ) -> tuple[str, list[float]]:
         """The text that follows greedily, and the log-probabilities of its tokens."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
-        choice = self.ask("/v1/completions", {**body, **options})["choices"][0]
+        choice = self.ask("/v1/completions", {**body, **options}, replica=replica)["choices"][0]
         return choice["text"], choice["logprobs"]["token_logprobs"]
 
     def outputs(self) -> list[tuple[str, list[float]]]:

@@ -1,7 +1,7 @@
 """The HTTP routes of a vLLM server that follows a history: `engines.service`, on vLLM's own app.
 
-vLLM attaches them as an endpoint plug-in. Those below /v1 want the server's API key where it has one. The workers are
-reached as vLLM's own handlers reach them, by `EngineClient.collective_rpc`.
+vLLM attaches them as an endpoint plug-in. Those below /v1 want the server's API key where it has one. The workers of
+all replicas are asked: of several, vLLM's own `EngineClient.collective_rpc` returns the answers of the first alone.
 """
 
 import asyncio
@@ -31,7 +31,12 @@ class _Engine:
 
     async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
         with add_start_hint():
-            found: list[Any] = await self._client.collective_rpc(METHOD, args=(verb, arguments))
+            replicas = await self._of_each("collective_rpc", METHOD, None, (verb, arguments), None)
+        return [answer for workers in replicas for answer in workers]
+
+    async def _of_each(self, what: str, *arguments: Any) -> list[Any]:
+        """What the core of each replica answers."""
+        found: list[Any] = await self._client.engine_core.call_utility_all_async(what, *arguments)
         return found
 
     async def pause(self, mode: PauseMode, reset_caches: bool) -> None:
@@ -40,30 +45,21 @@ class _Engine:
         When the engine stands, that waits 20 ms more, so that clients have their last outputs before it returns. Here
         nobody waits for them, and for so long nothing would be generated.
         """
-        core = getattr(self._client, "engine_core", None)  # of the client that vLLM 0.32 has
-        if core is None:
-            await self._client.pause_generation(mode=mode, clear_cache=reset_caches)
-            return
         if reset_caches:
             await self._client.renderer.clear_mm_cache_async()
-        await core.pause_scheduler_async(mode=mode, clear_cache=reset_caches)
+        await self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=reset_caches)
 
     async def resume(self, version: str | None = None) -> None:
         """The core does what it is sent in order: it has the version before it goes on, and nobody waits in between."""
-        if version is None:
-            await self._client.resume_generation()
-        elif getattr(self._client, "engine_core", None) is None:  # another client than that of vLLM 0.32
-            await self.report(version)
-            await self._client.resume_generation()
-        else:
-            await asyncio.gather(self.report(version), self._client.resume_generation())
+        told = [] if version is None else [self.report(version)]
+        await asyncio.gather(*told, self._client.resume_generation())
 
     async def report(self, version: str) -> None:
         await self._client.update_weight_version(version)
 
     async def outside(self) -> Outside:
-        paused = bool(await self._client.is_paused())
-        return Outside(self._model, paused, str(await self._client.get_weight_version()))
+        paused, versions = [await self._of_each(what) for what in ("is_scheduler_paused", "get_weight_version")]
+        return Outside(self._model, any(paused), versions[0] if len(set(versions)) == 1 else "")
 
 
 class PulseRoutes:

@@ -74,10 +74,11 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
-        if parallel.data_parallel_size > 1:
+        if parallel.data_parallel_size > 1:  # of replicas that compute together; of others vLLM says 1 here
             raise ValueError(
-                f"backend 'pulse': expected one replica in a server, found data_parallel_size "
-                f"{parallel.data_parallel_size}: start a server for each replica; `pulse-rl follow` takes all of them"
+                f"backend 'pulse': expected a mixture of experts with one replica in its server, found "
+                f"data_parallel_size {parallel.data_parallel_size}: start a server for each replica; `pulse-rl follow` "
+                "takes all of them"
             )
         workers = get_world_group()
         group = None
@@ -88,7 +89,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             self._find_views,
             group=group,
             checkpoint=files if files.is_dir() else None,
-            compiles=workers.local_rank == 0,
+            compiles=workers.local_rank == 0 and not parallel.data_parallel_rank_local,
+            replica=parallel.data_parallel_index,
         )
 
     def _find_views(self, tensors: dict[str, TensorSpec], tied: dict[str, str]) -> LiveViews:
