@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.engines import receiver
 from pulse_rl.engines.client import EngineClient
+from pulse_rl.errors import EngineError
 from tests.engines.world import SmallEngine, fresh, moved
 
 
@@ -66,4 +68,30 @@ def test_what_staging_has_freed_is_returned_in_its_thread_and_not_in_the_pause(
         assert by == ["pulse-rl"]
         client.apply()
         assert by == ["pulse-rl"]
+        engine.receiver.close()
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_an_engine_that_sleeps_reads_no_weight_and_what_it_lost_is_loaded(loses: bool, tmp_path: Path) -> None:
+    """Not by a patch either, whose proof looks at the elements alone that it changes."""
+    weights, publisher = fresh(), pulse.Publisher(tmp_path / "store")
+    publisher.publish(weights, version=0)
+    with contextlib.closing(SmallEngine()) as engine:
+        client = EngineClient(engine.url)
+        client.follow(tmp_path / "store", patience=0)
+        client.update()
+        publisher.publish(moved(weights, 1), version=1)
+        client.stage()
+        engine.between_steps(lambda: engine.receiver.sleep(loses=loses)).result()
+        for call in (client.stage, client.verify, client.apply, partial(client.follow, tmp_path / "store", wait=True)):
+            with pytest.raises(EngineError, match=r"the engine sleeps|nothing: stage it"):
+                call()
+        assert (client.state().version, client.state().ready) == ((None, False) if loses else (0, True))
+        if loses:
+            engine.weights["up"].data[5:9].fill_(0)  # which torch does not count
+        engine.between_steps(engine.receiver.wake_up).result()
+        report = client.update()
+        assert (report.version, report.route) == (1, "anchor" if loses else "patches")
+        assert client.verify() == pulse.digest(weights)
+        assert client.state().ready
         engine.receiver.close()

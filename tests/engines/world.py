@@ -133,10 +133,14 @@ class SmallEngine:
             except Exception as error:  # noqa: BLE001 - raised by the caller
                 result.set_exception(error)
 
-    async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
+    def between_steps(self, work: Callable[[], Any]) -> Future[Any]:
+        """Do something in the engine's thread."""
         result: Future[Any] = Future()
-        self._calls.put((lambda: serve(self.receiver, verb, arguments), result))
-        return [await asyncio.wrap_future(result)]
+        self._calls.put((work, result))
+        return result
+
+    async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
+        return [await asyncio.wrap_future(self.between_steps(lambda: serve(self.receiver, verb, arguments)))]
 
     async def pause(self, mode: PauseMode, reset_caches: bool) -> None:
         self.pauses.append(mode)

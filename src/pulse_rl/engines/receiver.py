@@ -125,6 +125,7 @@ class EngineReceiver:
         self._synced = False  # whether it was brought to a version since the start
         # Whether the weights, or what the engine has computed from them, are of no version: it must not generate.
         self._stopped = False
+        self._asleep = False  # whether the memory of the weights is given away
         self._jobs: _Jobs | None = None  # of the thread; None where none runs
         self._thread: threading.Thread | None = None  # the last one
         self._for_engine: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
@@ -187,6 +188,20 @@ class EngineReceiver:
         with self._lock:
             self._failure = failure
         return Applied(self.state(), time.perf_counter() - start)
+
+    def sleep(self, *, loses: bool) -> None:
+        """Read no weight until `wake_up`: the engine gives away their memory. loses: what they hold, too."""
+        while self._pending:  # a job, which may read them
+            self._help(_HELP_S)
+        self._drop_staged()
+        self._asleep = True
+        self._stopped |= loses and self._opened is not None
+
+    def wake_up(self) -> None:
+        """The weights have memory again, in the same place."""
+        self._asleep = False
+        if self._stopped:
+            self.verify()  # which finds that they hold no version, so that the next update loads one
 
     def close(self) -> None:
         """Forget the history and what is staged, with its temporary files, and end the thread. `follow` begins anew."""
@@ -348,6 +363,9 @@ class EngineReceiver:
 
     def _add(self, during: During, job: Callable[[], object]) -> None:
         with self._lock:
+            if self._asleep:
+                self._failure = Failure(during, "RuntimeError", "the engine sleeps: wake it up first", temporary=True)
+                return
             self._pending += 1
             if self._jobs is None:
                 self._jobs = SimpleQueue()

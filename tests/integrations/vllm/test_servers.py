@@ -228,6 +228,17 @@ def test_staging_while_requests_run_and_failures_that_leave_the_old_version(
     assert readiness(server)[0] == 503
     assert client.update(pause="abort").version == 3
     assert client.verify() == trainer.digest
+    # It sleeps, and loses its weights (a CPU keeps them).
+    server.send("/sleep?level=2", {})
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        client.stage()
+    server.ask("/weight_checker", {"action": "reset"})
+    server.send("/wake_up", {})
+    assert readiness(server)[0] == 503
+    trainer.publish()
+    assert client.update().route == "anchor"
+    assert readiness(server) == (200, {"ready": True, "version": 4})
+    assert client.verify() == trainer.digest
 
 
 def test_replicas_in_one_server_all_follow_and_a_bit_that_flips_in_the_second_is_found(

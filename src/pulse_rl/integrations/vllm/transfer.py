@@ -84,6 +84,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         group = None
         if workers.world_size > 1:  # for our threads alone: the engine's own collectives go on beside them
             group = torch.distributed.new_group(workers.ranks, backend="gloo")
+        self._attended = False  # whether the worker's sleep passes by here
         files = Path(vllm_config.model_config.model)
         self.receiver = EngineReceiver(
             self._find_views,
@@ -96,6 +97,24 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     def _find_views(self, tensors: dict[str, TensorSpec], tied: dict[str, str]) -> LiveViews:
         alone = get_world_group().world_size == 1
         return live_views(self.model, self.model_config.dtype, tensors, tied, alone=alone)
+
+    def attend(self, worker: Any) -> None:
+        """Be told when a worker sleeps, from its first call on: before it, nothing is known of the weights."""
+        if self._attended:
+            return
+        self._attended = True
+        sleep, wake_up = worker.sleep, worker.wake_up
+
+        def and_sleep(level: int = 1) -> None:
+            self.receiver.sleep(loses=level > 1)
+            sleep(level)
+
+        def and_wake_up(tags: list[str] | None = None) -> None:
+            wake_up(tags)
+            if tags is None or "weights" in tags:
+                self.receiver.wake_up()
+
+        worker.sleep, worker.wake_up = and_sleep, and_wake_up
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Follow a history. Returns when its tensors are found in the weights."""
@@ -136,6 +155,7 @@ def _serve(worker: Any, verb: str, arguments: dict[str, Any]) -> Any:
     transfer = worker.weight_transfer_engine
     if not isinstance(transfer, PulseWeightTransferEngine):
         raise NotImplementedError(f"Method {METHOD!r} is not implemented.")  # as vLLM says it where this is not loaded
+    transfer.attend(worker)
     return serve(transfer.receiver, verb, arguments)
 
 
