@@ -5,7 +5,7 @@
 A trainer computes for Tc seconds, then everybody waits while S bits are sent over a link of B bit/s (arXiv 2602.03839;
 `docs/plan.md` and the tests compare with its two points). Sizes are bits per change: the entropy of where changes are,
 plus a constant, fitted to measurements: of patches to a run of 400 steps (`bench/evidence/`), of payloads to
-`bench/measured.md`. `docs/plan.md` compares the formulas with them and lists what they leave out.
+`bench/loco/payloads.tsv`. `docs/plan.md` compares the formulas with them and lists what they leave out.
 """
 
 import math

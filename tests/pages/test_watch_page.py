@@ -20,7 +20,7 @@ from tests.pages.made_run import HOSTILE, MadeRun
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here to show the page in")
 SOON_S = 2.0  # from a commit until it is on the page
-BUSY_S = 8.0  # more, as the suite's other processes may have the cores: what is measured alone is in bench/measured.md
+BUSY_S = 8.0  # more, as other processes of the suite may have the cores; measured alone: docs/measurements.md
 TEXT = "document.querySelector('main').innerText"
 DRAWN = "document.querySelectorAll('svg.marks').length"
 NO_SCROLL = "document.documentElement.scrollWidth <= innerWidth"
