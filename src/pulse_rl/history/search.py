@@ -4,7 +4,7 @@ Reads manifests and trails, never a patch or an anchor: whoever fetches those re
 same FaultLog, and searches again.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, VersionSkewError
@@ -85,10 +85,10 @@ def find_chain(
 ) -> list[PatchLink] | None:
     """The cheapest chain of those patches; None without one, or where an anchor is the cheaper beginning."""
     links = find_links(history, held, target, faults, anchor_nbytes)
-    reach = costs(links, target.sequence)
+    reach, first_link = _shortest(links, target.sequence)
     if held not in reach or _costs_more(reach, held, held, target, anchor_nbytes):
         return None
-    return cheapest(links, held, target.sequence)
+    return _chain(first_link, held, target.sequence)
 
 
 def agree_on_chain(
@@ -165,8 +165,10 @@ def costs(links: Iterable[PatchLink], goal: int, avoid: Collection[str] = ()) ->
 def cheapest(links: Iterable[PatchLink], start: int, goal: int) -> list[PatchLink] | None:
     """The chain of links with the fewest bytes between two sequence numbers; None if the links do not connect them."""
     nbytes, first_link = _shortest(links, goal)
-    if start not in nbytes:
-        return None
+    return _chain(first_link, start, goal) if start in nbytes else None
+
+
+def _chain(first_link: Mapping[int, PatchLink], start: int, goal: int) -> list[PatchLink]:
     chain: list[PatchLink] = []
     while start != goal:
         chain.append(first_link[start])
