@@ -32,7 +32,7 @@ from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.boxes import whole as whole_box
 from pulse_rl.weights.layout import Layout, TensorSpec
-from pulse_rl.weights.pieces import Pieces, pieces_of
+from pulse_rl.weights.pieces import pieces_of, with_bits
 
 FRONT_NBYTES = 64 << 10  # read of each file first: the length of its header, and of most models all of it
 SHORT_NBYTES = 64 << 10  # rows that are shorter are read together with what lies between them
@@ -128,9 +128,9 @@ def read_share(store: Store, stored: Mapping[str, AnchorTensor], wanted: Layout,
         # By file and place, and the widest elements first, so that all are aligned.
         names = sorted(wanted, key=lambda name: (-wanted[name].itemsize, stored[name].file.name, stored[name].start))
         for name in names:
-            for piece in pieces_of(wanted[name]) if wanted[name].size else ():
+            for piece in pieces_of(wanted[name]):
                 places[name, piece.box] = at
-                for parts, read in _read_box(store, stored[name], piece.box):
+                for parts, read in _read_box(store, stored[name], piece.box) if piece.box.size else ():
                     nbytes += read
                     for part in parts:
                         at += file.write(part)
@@ -147,11 +147,11 @@ def read_share(store: Store, stored: Mapping[str, AnchorTensor], wanted: Layout,
 
 def _with_bits(wanted: Layout, bits: Callable[[str, Box], Bits]) -> Layout:
     """The same pieces in other memory. bits: those of a box of a tensor."""
-    found: dict[str, Bits] = {}
-    for name, tensor in wanted.items():
-        pieces = [p._replace(bits=bits(name, p.box)) for p in pieces_of(tensor)] if tensor.size else []
-        found[name] = Pieces(tensor.dtype, tensor.shape, pieces)
-    return Layout(found)
+
+    def moved(name: str) -> Bits:
+        return with_bits(wanted[name], lambda piece: bits(name, piece.box))
+
+    return Layout({name: moved(name) for name in wanted})
 
 
 def _read_box(store: Store, stored: AnchorTensor, box: Box) -> Iterator[tuple[list[memoryview], int]]:
