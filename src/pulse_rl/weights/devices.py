@@ -58,49 +58,14 @@ class Coder(Protocol):
     ) -> tuple[NDArray[np.uint32], UIntArray] | int: ...
 
 
-class Device(Protocol):
-    """What the kernels of a device do. Arguments and results as in `kernels.cpu.spots` and `states`."""
-
-    def spots_delta(
-        self,
-        spots: Spots,
-        counts: NDArray[np.int64],
-        indices: NDArray[np.uint32],
-        values: UIntArray,
-        laid: Elements | None = None,
-        before: UIntArray | None = None,
-    ) -> int: ...
-
-    def copy_spots(self, spots: Spots, sizes: NDArray[np.int64], laid: Elements) -> MemoryRows:
-        """A copy there of segments, as if they held the elements that are laid over them."""
-
-    def write_spots(
-        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
-    ) -> int | None: ...
-
-    def prepare(
-        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
-    ) -> Callable[[], int | None]:
-        """What calls `write_spots`, with all done beforehand that can be."""
-
-    def find(
-        self, old: Spots, new: Spots, sizes: NDArray[np.int64], itemsize: int, most: int, *, cast: bool
-    ) -> Differences:
-        """What differs between segments of two states, as `find_in_spots`. most: changes to make room for."""
-
-    def digest(self, spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int: ...
-
-    def coder(self) -> AbstractContextManager[Coder]:
-        """The coder of segments whose old bits lie there."""
-
-
 class Host:
-    """Host memory."""
+    """Host memory. Arguments and results as in `kernels.cpu.spots` and `states`."""
 
     spots_delta = staticmethod(cpu.spots_delta)
     digest = staticmethod(cpu.digest_spots)
 
     def copy_spots(self, spots: Spots, sizes: NDArray[np.int64], laid: Elements) -> MemoryRows:
+        """A copy there of segments, as if they held the elements that are laid over them."""
         copy = cpu.copy_spots(spots, sizes, laid)
         return memory_from(copy.ctypes.data, np.cumsum(sizes) - sizes, sizes, copy.itemsize, copy)
 
@@ -112,15 +77,18 @@ class Host:
     def prepare(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
     ) -> Callable[[], int | None]:
+        """What calls `write_spots`, with all done beforehand that can be."""
         cpu.write_spots(spots.of([]), counts[:0], indices[:0], values[:0])  # loads the machine code
         return lambda: cpu.write_spots(spots, counts, indices, values)
 
     def find(
         self, old: Spots, new: Spots, sizes: NDArray[np.int64], itemsize: int, most: int, *, cast: bool
     ) -> Differences:
+        """What differs between segments of two states, as `find_in_spots`. most: changes to make room for."""
         return cpu.find_in_spots(old, new, sizes, itemsize, cast=cast)
 
     def coder(self) -> AbstractContextManager[Coder]:
+        """The coder of segments whose old bits lie there."""
         return nullcontext(coding)
 
 
@@ -259,6 +227,9 @@ class Cuda:
 
         with self.own_stream():
             return digest_spots(spots, sizes, itemsize)
+
+
+Device = Host | Cuda
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
