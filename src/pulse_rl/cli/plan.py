@@ -12,6 +12,7 @@ from pulse_rl.cli.output import AsJson
 
 if TYPE_CHECKING:
     from pulse_rl import Plan
+    from pulse_rl.planner import Round, WeightTransfer
 
 
 def plan(
@@ -73,12 +74,7 @@ def _print(plan: Plan) -> None:
     rows = []
     for channel in plan.weights:
         row = [
-            channel.name,
-            units.nbytes(channel.nbytes),
-            f"{channel.reduction:,.1f} ×",
-            units.seconds(channel.seconds),
-            f"{channel.utilization:.1%}",
-            units.bandwidth(channel.bandwidth_needed),
+            *_cells(channel),
             units.seconds(channel.coding_seconds) if channel.coding_seconds else "",
             "" if channel.name == "full" else _sooner(channel.dense_density),
         ]
@@ -101,19 +97,20 @@ def _print(plan: Plan) -> None:
         steps = f"a round of {plan.sync_every} steps"
         output.table(
             [f"{plan.trainers} trainers", steps, "smaller", "over a link", "GPU use", "90 % needs"],
-            [
-                (
-                    one.name,
-                    units.nbytes(one.nbytes),
-                    f"{one.reduction:,.1f} ×",
-                    units.seconds(one.seconds),
-                    f"{one.utilization:.1%}",
-                    units.bandwidth(one.bandwidth_needed),
-                )
-                for one in plan.rounds
-            ],
+            [_cells(one) for one in plan.rounds],
         )
         output.write("\nBytes are what each trainer receives; it sends as many. Gradients are float32.\n")
+
+
+def _cells(one: WeightTransfer | Round) -> list[str]:
+    return [
+        one.name,
+        units.nbytes(one.nbytes),
+        f"{one.reduction:,.1f} ×",
+        units.seconds(one.seconds),
+        f"{one.utilization:.1%}",
+        units.bandwidth(one.bandwidth_needed),
+    ]
 
 
 def _sooner(density: float | None) -> str:
