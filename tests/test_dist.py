@@ -20,7 +20,6 @@ from tests import ROOT
 SOURCE = ROOT / "src"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-NOT_ALONE = {"dev", "docs"}  # what only a clone needs
 # The package of an index that has a module, where its name is another one.
 PACKAGES = {"opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http", "opentelemetry": "opentelemetry-api"}
 FOR_AN_INDEX = runpy.run_path(str(ROOT / "setup.py"))["for_an_index"]

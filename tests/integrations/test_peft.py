@@ -12,6 +12,7 @@ import transformers
 import pulse_rl as pulse
 from pulse_rl.integrations.peft import adapter_files, adapter_weights, merged_weights
 from pulse_rl.weights.layout import layout
+from tests.llama import tiny
 from tests.loco.ranks import Ranks, good
 from tests.weights.held import bits_of
 
@@ -21,17 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def base(tie: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tie,
-    )
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    return tiny(tie_word_embeddings=tie).to(dtype)
 
 
 def adapted(seed: int = 1, model: Any = None, **options: Any) -> Any:

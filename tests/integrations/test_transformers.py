@@ -20,6 +20,7 @@ from pulse_rl.flow import model
 from pulse_rl.integrations.steps import StepPublisher
 from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback, checkpoint_weights
 from pulse_rl.kernels.cpu import beside
+from tests.llama import tiny
 from tests.store.through import Through
 
 
@@ -63,18 +64,9 @@ class Overriding(transformers.Trainer):  # type: ignore[misc]
 
 
 def trainer(directory: Path, follower: Follower, **settings: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
     rows = torch.arange(96).reshape(12, 8) % 64
     return Overriding(
-        model=transformers.LlamaForCausalLM(config),
+        model=tiny(num_hidden_layers=1),
         args=transformers.TrainingArguments(
             output_dir=str(directory),
             per_device_train_batch_size=1,

@@ -13,22 +13,9 @@ from unittest import mock
 import torch
 
 import pulse_rl as pulse
+from tests.llama import tiny
 
 STEPS = 3
-
-
-def _config() -> Any:
-    import transformers
-
-    return transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
 
 
 def _gathered(kind: str, trainer: Any) -> dict[str, torch.Tensor]:
@@ -128,7 +115,7 @@ def train(
     torch.manual_seed(0)
     rows = torch.randint(0, 61, (2 * size * steps, 6), generator=torch.Generator().manual_seed(0))
     if checkpoint is None:
-        model = transformers.LlamaForCausalLM(_config())
+        model = tiny(vocab_size=61, hidden_size=12, intermediate_size=20)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     if adapted:

@@ -19,22 +19,13 @@ from pulse_rl.history.operate.prune import Retention
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
 from tests import ROOT, script
+from tests.history.test_identity import weights, zeros
 from tests.patch.tools import seal as seal_patch
 from tests.patch.tools import take_apart
 
 GOLDEN = ROOT / "tests" / "golden" / "history-1"
 KEY = Ed25519PrivateKey.generate()
 MAKE = script(GOLDEN / "make.py")
-
-
-def weights(step: int = 0) -> dict[str, Any]:
-    found = {"w": np.arange(1000, dtype=np.uint16)}
-    found["w"][:step] += 1
-    return found
-
-
-def zeros() -> dict[str, Any]:
-    return {"w": np.zeros(1000, np.uint16)}
 
 
 def edit(store: Store, sequence: int, key: Any = None, **changes: Any) -> None:

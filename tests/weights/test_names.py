@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import pulse_rl as pulse
 from pulse_rl.weights import names
 from pulse_rl.weights.layout import layout
+from tests.llama import tiny
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +30,9 @@ def process_group() -> Iterator[None]:
 
 
 def llama(seed: int) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=seed % 2 == 0,
-    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.LlamaForCausalLM(config)
+        return tiny(tie_word_embeddings=seed % 2 == 0)
 
 
 def compiled_layers(model: Any) -> Any:

@@ -19,6 +19,7 @@ from pulse_rl.weights.views.formats import DTYPES, ViewFormat
 from pulse_rl.weights.views.quantised import Quantised
 from pulse_rl.weights.views.rules import RULES, global_table
 from pulse_rl.weights.views.view import Fp4, Fp8, Int8, View
+from tests.llama import tiny
 from tests.weights.quantisers import library, packed
 
 BLOCKS: dict[str, Any] = {"block": (128, 128), "channel": "channel", "tensor": "tensor", "mx": (1, 32)}
@@ -418,11 +419,9 @@ def test_transformers_loads_an_anchor_in_fp4(kind: Any, tmp_path: Path) -> None:
     import transformers
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    config = transformers.LlamaConfig(**sizes, **heads)
-    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model = tiny(**sizes, tie_word_embeddings=False).bfloat16()
     store, chosen = tmp_path / "store", view_of(None, kind, False, "fp4")
-    assets = {"config.json": json.dumps(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).encode()}
+    assets = {"config.json": json.dumps(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).encode()}
     pulse.Publisher(store, views={"fp4": chosen}).publish(model, assets=assets)
     files = (store / pulse.History(store, view="fp4").newest().anchor[0].name).parent
     loaded = transformers.AutoModelForCausalLM.from_pretrained(files, dtype=torch.bfloat16)

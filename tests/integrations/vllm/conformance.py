@@ -26,7 +26,6 @@ from pulse_rl.testing import Held, Source, Unsupported
 from tests.testing.clients import Version, save
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed.weight"
-FUSED = {"q": 0, "v": 1}
 
 
 class Model(torch.nn.Module):
