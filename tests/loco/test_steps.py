@@ -1,6 +1,7 @@
 """Which optimizers' steps end rounds: those of the context's own, and no others without a word."""
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -178,7 +179,45 @@ def compiled_step(group: Any, rank: int, size: int) -> None:
     assert loco.digest == pulse.digest(dict(trainable(model)))
 
 
+def never_entered(group: Any, rank: int, size: int) -> None:
+    """Said once, after what would be a round; not where another context trains, or `sync` is called by hand."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pulse_rl").addHandler(handler)
+    for compiles in (False, True):
+        model, stranger = Model(), torch.nn.Linear(2, 2)
+        optimizer = adam(model)
+        if compiles:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign, assignment]
+        own: dict[str, Any] = {"sync_every": 2, "group": group}
+        with pulse.PulseLoCo(model, optimizer, **own) as loco:
+            forgotten = pulse.DiLoCo(model, optimizer, **own)
+            inner_step(model, optimizer, rank, 0)
+            inner_step(model, optimizer, rank, 1)
+        inner_step(model, optimizer, rank, 2)  # after a context everybody may
+        assert not said
+        forgotten = pulse.DiLoCo(model, optimizer, **own)
+        inner_step(stranger, torch.optim.SGD(stranger.parameters(), lr=1.0), rank, 2)
+        assert not said
+        for step in range(2, 4):
+            inner_step(model, optimizer, rank, step)
+        assert not said
+        for step in range(4, 7):
+            inner_step(model, optimizer, rank, step)
+        assert len(said) == 1
+        assert "was never entered: no round counts the steps of AdamW" in said.pop()
+        assert (loco.round, forgotten.round) == (1, 0)
+    by_hand = pulse.PulseLoCo(model, adam(model), **own)
+    for step in range(4):
+        inner_step(model, optimizer, rank, step)
+        if step % 2:
+            by_hand.sync()
+    assert not said
+
+
 RUNS = [
+    never_entered,
     other_optimizers,
     wrapping_optimizers,
     nested,

@@ -51,7 +51,7 @@ from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting.group import StoreGroup
 from pulse_rl.loco.members import TRAINERS, FixedMembers, Members
 from pulse_rl.loco.outcome import LocoReport, Outcome
-from pulse_rl.loco.steps import InnerSteps, check_stepped, trainable, warn_unexchanged
+from pulse_rl.loco.steps import InnerSteps, await_context, await_no_more, check_stepped, trainable, warn_unexchanged
 from pulse_rl.loco.trainer import Trainer
 from pulse_rl.observers import tell, telling_failures
 from pulse_rl.parallel import submit
@@ -132,6 +132,7 @@ class LocalSteps:
         self._loaded = False  # a state was loaded, and the context not entered since
         self._thread = ThreadPoolExecutor(1, "pulse-round")
         self._fixed = options.keys()  # what all trainers compare when they begin, and a round takes from there
+        await_context(model, sync_every)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in self.__dict__.get("_fixed", ()):
@@ -296,6 +297,7 @@ class LocalSteps:
             FloatingPointError: An element of a pseudo-gradient, of the mean or of θ after it is infinite or NaN.
             IntegrityError: The ranks' θ differ after the round.
         """
+        await_no_more(self._model)
         while True:
             with telling_failures(self), _round_named(self.round + 1):
                 report = self._sync()

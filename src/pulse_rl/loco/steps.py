@@ -3,10 +3,12 @@
 A round ends after `sync_every` steps of the optimizer that the context was made with. Steps of another one on the same
 parameters would be counted by nobody and end no round, so they are refused, as is a second context on the same
 parameters, whose rounds would end in the same steps. An optimizer that wraps the context's, or is wrapped by it, takes
-the same step with it and is let through.
+the same step with it and is let through. Where a context is made and not entered by the first step
+of what would be its second round, a warning says so.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,8 @@ from pulse_rl.weights.names import named_parameters
 log = logger(__name__)
 
 _entered: list["InnerSteps"] = []  # of the contexts that are entered, in this process
+# Of models whose context is made and not entered: steps until that is said. A first one may only make Adam's state.
+_awaited: dict[weakref.ref[torch.nn.Module], int] = {}
 
 
 class InnerSteps:
@@ -34,6 +38,7 @@ class InnerSteps:
         self._steps = 0
         self._stepping = False
         self._others: dict[int, int] = {}  # of each other optimizer in a step: our steps when it began
+        await_no_more(model)
         if any(_parameters(other._model) & _parameters(model) for other in _entered):
             raise RuntimeError(
                 "another context on parameters of this model is entered already: the same inner steps would end the "
@@ -105,9 +110,37 @@ def _before(*step: Any) -> None:
         each._before_any(*step)
 
 
-def _after(*step: Any) -> None:
+def _after(optimizer: torch.optim.Optimizer, *step: Any) -> None:
     for each in tuple(_entered):
-        each._after_any(*step)
+        each._after_any(optimizer, *step)
+    for awaited, left in tuple(_awaited.items()):
+        model = awaited()
+        if model is None:
+            _awaited.pop(awaited, None)
+        elif _parameters(model) & _stepped_by(optimizer):
+            if left > 1:
+                _awaited[awaited] = left - 1
+            elif _awaited.pop(awaited, None):
+                _warn_never_entered(model, type(optimizer).__name__)
+
+
+def await_context(model: torch.nn.Module, sync_every: int) -> None:
+    """Warn of the first step after so many of this model's parameters, unless `await_no_more` is called before."""
+    _awaited[weakref.ref(model)] = sync_every + 1
+
+
+def await_no_more(model: torch.nn.Module) -> None:
+    """Its context is entered, or its rounds are asked for without."""
+    _awaited.pop(weakref.ref(model), None)
+
+
+def _warn_never_entered(model: torch.nn.Module, optimizer: str) -> None:
+    if not any(_parameters(model) & _parameters(other._model) for other in _entered):
+        log.warning(
+            "the context of PulseLoCo or DiLoCo that was made for this model was never entered: no round counts the "
+            "steps of %s, and nothing is exchanged. Train within the context: with loco: …",
+            optimizer,
+        )
 
 
 # Once and for good, not with each context: torch goes through these hooks without a lock, so that a step in another
