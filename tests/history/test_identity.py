@@ -431,9 +431,11 @@ def test_metadata() -> None:
     with pytest.raises(ValueError, match="metadata"):
         publisher.publish(weights(2), version=2, metadata={"x": "\ud800"})
     assert publisher.publish(weights(1), metadata={"x": (1 << 70) + 1}).metadata == {"x": (1 << 70) + 1}
-    for wrong in ({"x": [1]}, {"x": {"y": 1}}, {1: 2}, {"x": b"bytes"}, {"x": object()}):
+    for wrong in ({"x": [1]}, {"x": {"y": 1}}, {1: 2}, {"x": b"bytes"}, {"x": object()}, "step 3"):
         with pytest.raises(TypeError, match="metadata"):
             publisher.publish(weights(2), version=3, metadata=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="assets: expected a mapping of file name → bytes, found list"):
+        publisher.publish(weights(2), version=3, assets=["config.json"])  # type: ignore[arg-type]
     assert publisher.publish(weights(2)).version == 3
 
 

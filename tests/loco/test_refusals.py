@@ -34,6 +34,8 @@ def test_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         pulse.PulseLoCo(model, some, sync_every=1)
     with pytest.raises(ValueError, match="found none"):
         pulse.PulseLoCo(torch.nn.Module(), adam(model), sync_every=1)
+    with pytest.raises(TypeError, match="model: expected a torch module, found AdamW"):
+        pulse.PulseLoCo(adam(model), model, sync_every=1)  # type: ignore[arg-type]
 
 
 def refuse_models(group: Any, rank: int, size: int) -> dict[str, str]:

@@ -497,6 +497,10 @@ def test_checkpoints_of_different_models_are_refused(tmp_path: Path) -> None:
     write_checkpoint(other, layout({"a": np.zeros(3)}))
     with pytest.raises(ValueError, match="at least two checkpoints"):
         Checkpoints([one])
+    with pytest.raises(TypeError, match="paths: expected a list of checkpoints, found"):
+        Checkpoints(str(tmp_path))
+    with pytest.raises(TypeError, match=r"source: expected Checkpoints\(\[…\]\) or Stored\(…\), found"):
+        study(tmp_path)  # type: ignore[arg-type]
     with pytest.raises(pulse.BaseMismatchError, match=r"2\.safetensors.*missing in this one: b"):
         Checkpoints([one, other])
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):

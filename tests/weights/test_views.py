@@ -332,6 +332,7 @@ def subscriber_memory(view: Quantised) -> dict[str, Any]:
     [
         ({"block": (0, 4)}, "block"),
         ({"block": "row"}, "block"),
+        ({"block": 128}, "block"),
         ({"rule": "deepseek", "block": "channel"}, "rule"),
         ({"rule": "compressed-tensors", "ue8m0": True}, "rule"),
         ({"rule": "mine"}, "rule"),

@@ -108,6 +108,8 @@ class _Upload:
 
 def check_assets(assets: Mapping[str, bytes]) -> None:
     """Raise ValueError or TypeError for files that an anchor's directory cannot hold, or that readers would refuse."""
+    if not isinstance(assets, Mapping):
+        raise TypeError(f"assets: expected a mapping of file name → bytes, found {type(assets).__name__}")
     for name, data in assets.items():
         if not isinstance(data, bytes | bytearray | memoryview):
             raise TypeError(f"assets: expected bytes for {name!r}, found {type(data).__name__}")

@@ -164,6 +164,8 @@ def warn_unexchanged(steps: int, round: int) -> None:
 
 def trainable(model: torch.nn.Module, inner_optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
     """The trainable parameters, by name. Raises ValueError unless the inner optimizer has them all and no others."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch module, found {type(model).__name__}")
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not parameters:
         raise ValueError("model: expected trainable parameters, found none")

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pulse_rl.study.explain.findings import exponents_of, recurrence_of, steps_of
 from pulse_rl.study.explain.forecast import Forecast
@@ -46,6 +47,8 @@ def study(
         ValueError: Settings with which Adam cannot run.
         PulseError: The source cannot be read.
     """
+    if isinstance(source, str | Path):
+        raise TypeError(f"source: expected Checkpoints([…]) or Stored(…), found {str(source)!r} alone")
     if settings is not None:
         check_settings(settings)
     begun = time.perf_counter()

@@ -82,6 +82,8 @@ class Checkpoints:
     kind: Literal["checkpoints", "store"] = "checkpoints"
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
+        if isinstance(paths, str | Path):
+            raise TypeError(f"paths: expected a list of checkpoints, found {str(paths)!r} alone")
         if len(paths) < 2:
             raise ValueError(f"expected at least two checkpoints, in training order, found {len(paths)}")
         self._paths = [Path(path) for path in paths]

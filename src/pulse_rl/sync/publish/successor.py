@@ -56,6 +56,8 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | No
     """
     if not metadata:
         return None
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata: expected a mapping, as {{'step': 120}}, found {metadata!r:.100}")
     found: dict[str, Scalar] = {}
     for name, value in metadata.items():
         if hasattr(value, "item"):  # also np.float64, which is a float

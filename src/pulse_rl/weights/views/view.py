@@ -68,9 +68,9 @@ class Fp8(View):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.block, str):
+        if isinstance(self.block, list):  # as TOML has it
             object.__setattr__(self, "block", tuple(self.block))
-        sides = (self.block,) if isinstance(self.block, str) else self.block
+        sides = self.block if isinstance(self.block, tuple) else (self.block,)
         sized = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
         if not sized and self.block not in ("channel", "tensor"):
             raise ValueError(f"block: expected rows and columns, 'channel' or 'tensor', found {self.block!r}")
