@@ -580,7 +580,7 @@ def test_a_slip_in_the_store_of_a_driver_takes_no_engine_out_of_service(
         assert driver.wait_until_current(20)
     wrong = wrong_history(run, tmp_path / "wrong", how)
     with driving(run, engine, store=wrong) as driver:
-        until(lambda: driver.engines()[0].error not in (None, "it was not read yet"))
+        until(lambda: not (driver.engines()[0].error or "was not read yet").endswith("was not read yet"))
         seen = driver.engines()[0]
         assert seen.standing == ("failing" if how == "of another model" else "waiting")
         assert str(wrong) in str(seen.error) or "another model" in str(seen.error)
@@ -663,6 +663,11 @@ def test_once_brings_all_engines_to_the_newest_version(run: Run, engine: SmallEn
     assert lost.exit_code == 1
     assert "out of reach" in lost.stdout
     assert lost.stderr.count("out of reach") == 1  # at once, and not only at the end
+    for manifest in (run.store / "manifests").iterdir():
+        manifest.write_text("damaged")
+    both = CliRunner().invoke(app, ["follow", str(run.store), "--engine", "http://127.0.0.1:9", *once])
+    assert both.exit_code == 1
+    assert both.stderr.count("is not a manifest, or was damaged") == 1  # an engine that is away has another error
 
 
 def test_a_line_names_what_an_engine_holds_and_what_it_is_brought_to() -> None:

@@ -181,6 +181,7 @@ def drive(
                     current = driver.wait_until_current(min(_BLINK_S, max(0.0, deadline - time.monotonic())))
                 else:
                     time.sleep(_BLINK_S)
+                show.store(driver)
                 show.at_work(driver)
         except KeyboardInterrupt:
             if once:
@@ -229,6 +230,7 @@ class _Show:
         self._table = sys.stdout.isatty() and not as_json
         self._changed: dict[str, float] = {}  # when each engine's standing did last
         self._errors: dict[str, str] = {}  # of each engine, the last one that was shown with --once
+        self._store_error: str | None = None  # the last one that was shown
         self._next = 0.0  # when to say again who is at work
 
     def change(self, driver: Driver, seen: Followed) -> None:
@@ -246,6 +248,13 @@ class _Show:
                 output.emit(seen)
             else:
                 output.write(_line(seen))
+
+    def store(self, driver: Driver) -> None:
+        """Say on stderr what is wrong with the store, where no engine says it, as one that is away does not."""
+        error = driver.store_error
+        if error not in (self._store_error, None, *(seen.error for seen in driver.engines())):
+            typer.echo(printable(f"follow: the store: {error}"), err=True)
+        self._store_error = error
 
     def at_work(self, driver: Driver) -> None:
         """Say on stderr, every ten seconds, which engines have been at work for so long. A table shows them."""

@@ -122,7 +122,7 @@ class Driver:
         self._stop = threading.Event()
         self._change = threading.Condition()  # of the newest version, and of how engines stand
         self._head: Manifest | None = None
-        self._store_error: str | None = "it was not read yet"
+        self._store_error: str | None = f"{history.store.url} was not read yet"
         self._seen = {url: Followed(url) for url in urls}
         self._instances: dict[str, str] = {}
         self._told: set[str] = set()
