@@ -28,7 +28,7 @@ from pulse_rl.study.measure.precision import merge_visible, visible
 from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources.checkpoints import Checkpoints
 from pulse_rl.study.sources.history import Stored
-from pulse_rl.study.verb import study
+from pulse_rl.study.verb import WIDE, study
 from pulse_rl.weights.bits import as_bits
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.segments import SEGMENT
@@ -489,6 +489,15 @@ def test_checkpoints_are_numbered_by_their_names(tmp_path: Path) -> None:
         unknown, notes = numbers(*names)
         assert unknown == [0, 1]
         assert "do not give the training steps" in notes[0]
+
+
+def test_a_note_says_that_masters_change_where_what_is_published_does_not(tmp_path: Path) -> None:
+    """Trainers save float32, of which nearly every element changes; who reads that alone gives up."""
+    for dtype, notes in ((np.float32, [WIDE]), (np.float16, [])):
+        paths = [tmp_path / f"{np.dtype(dtype).name}-{number}.safetensors" for number in range(2)]
+        for number, path in enumerate(paths):
+            write_checkpoint(path, layout({"a": np.full(8, 1 + number / 1024, dtype), "b": np.zeros(4, np.float32)}))
+        assert [note for note in study(Checkpoints(paths)).notes if "float32" in note] == notes
 
 
 def test_checkpoints_of_different_models_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources.base import StudySource
 from pulse_rl.version import __version__
 
+WIDE = (
+    "most elements are float32 and counted as they are stored, where nearly all change: what is published with "
+    "cast='bfloat16' is BF16 under precision"
+)
 TOO_FAR = f"no prediction: versions are more than {LONGEST:,} steps apart, if their numbers are steps"
 
 Progress = Callable[[int, int, str], object]  # (done, total, of which part)
@@ -80,7 +84,7 @@ def study(
         distances=distances,
         exponents=tuple(exponents),
         recurrence=recurrence_of(totals),
-        notes=(*source.notes, *_uneven(timeline), *([] if near else [TOO_FAR]), *patches.notes()),
+        notes=(*source.notes, *_uneven(timeline), *([] if near else [TOO_FAR]), *_wide(source), *patches.notes()),
         seconds=seconds,
     )
 
@@ -95,6 +99,13 @@ def check_settings(settings: Settings) -> None:
 
 def _depth(name: str) -> float:
     return int(name) if name.isdecimal() else math.inf
+
+
+def _wide(source: StudySource) -> list[str]:
+    """A note where the weights are the trainer's, and not what it would publish."""
+    tensors = source.tensors.values()
+    wide = sum(tensor.size for tensor in tensors if tensor.dtype == "F32")
+    return [WIDE] if 2 * wide > sum(tensor.size for tensor in tensors) else []
 
 
 def _uneven(timeline: Timeline) -> list[str]:
