@@ -193,6 +193,13 @@ def test_a_run_and_a_store_are_shown_as_they_are(tmp_path: Path) -> None:
     assert line["verdict"] == "stopped, behind"
     assert line["alarms"][0]["sentence"].startswith("behind by more than 1: worker-3 4 versions")
     assert made["details"]["policies"]["solver"]["steps"] == 20
+    for worker in made["details"]["policies"]["solver"]["workers"]:
+        worker["version"] = 20
+    (run.directory / "summary.json").write_text(json.dumps(made["details"]))
+    source = RunSource(run.directory)
+    source.look()
+    (ended,) = source.glance().lines
+    assert (ended.verdict, ended.behind) == ("ended", 0)  # as the summary says, and not what was shown before
     (line,) = kept["lines"]
     assert (line["version"], line["behind"], line["verdict"], line["alarms"]) == (3, None, "ok", [])
     status = json.loads(CliRunner().invoke(app, ["status", "--json", kept["target"]]).stdout)

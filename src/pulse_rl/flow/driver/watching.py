@@ -75,10 +75,12 @@ class RunSource:
         """Each policy in a line, and the summary, as the last look has found it."""
         result = self._result
         state = "going on" if self._going_on else "stopped" if result is None else "ended"
-        lines, workers = [], self._shown()["workers"].values()
+        lines, workers = [], [one["facts"] for one in self._shown()["workers"].values()]
         for name in self._recipe.trained:
             newest = self._series[name].last.get("version")
-            behind = [self._behind(name, one["facts"]) for one in workers]
+            if result is not None:  # what the driver has shown last is older
+                workers = [{"policies": {name: one}} for one in result["policies"][name]["workers"]]
+            behind = [self._behind(name, facts) for facts in workers]
             alarms = () if result is not None else self._alarms[name]
             verdict = ", ".join([state, *(alarm.name for alarm in alarms)])
             of = self.name if self._recipe.only else f"{self.name}: {name}"
