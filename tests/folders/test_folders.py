@@ -469,6 +469,11 @@ def test_from_folder_to_folder_bit_for_bit(tmp_path: Path) -> None:
     assert publish(tmp_path / "out", tmp_path / "store") == []
 
 
+def test_a_publisher_is_asked_for_where_its_store_is_given(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"publisher: expected pulse\.Publisher\('runs/a'\), found its store alone"):
+        next(pulse.publish_folders(tmp_path, "runs/a"))  # type: ignore[arg-type]
+
+
 def test_a_commit_whose_answer_is_lost_is_found(tmp_path: Path) -> None:
     """The store fails at the commit, after it has made it, and at the look after that: the next folder follows."""
     store = Through(pulse.open_store(tmp_path / "store"))

@@ -175,4 +175,6 @@ def publish_folders(
             again.
     """
     check_seconds("poll", poll, zero=False)
+    if isinstance(publisher, str | Path):
+        raise TypeError(f"publisher: expected pulse.Publisher({str(publisher)!r}), found its store alone")
     yield from look([Folders(directory, publisher, name=name, marker=marker, cast=cast).publish], once=once, poll=poll)
