@@ -373,9 +373,9 @@ def test_missing_files(run: Run, files: Files, tmp_path: Path) -> None:
     assert "no .safetensors file" in _fails(run, "diff", empty, files.new, "-o", out)
     (empty / "checkpoint-1").mkdir()
     shutil.copy(files.new, empty / "checkpoint-1" / "model.safetensors")
-    assert f"no patch, checkpoint, store or run in {empty}: name the checkpoints, as {empty}/*" in _fails(
-        run, "study", empty
-    )
+    for command in ("study", "verify"):  # which takes one alone
+        advice = f"name a checkpoint, as {empty}/checkpoint-1, or for a study all of them, as {empty}/*"
+        assert f"no patch, checkpoint, store or run in {empty}: {advice}" in _fails(run, command, empty)
 
 
 def test_a_run_whose_store_is_elsewhere_and_one_of_several_policies(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def kind_of(target: str) -> tuple[Kind, str]:
                 f"{path / 'trainers' / 'rounds'} is of the last round, with a file of each rank that has made its offer"
             )
         if not (path / INDEX).exists() and not any(path.glob("*.safetensors")):
-            advice = f": name the checkpoints, as {path / '*'}" if any(path.glob("*/*.safetensors")) else ""
+            advice = ""
+            if inside := next(path.glob("*/*.safetensors"), None):
+                advice = f": name a checkpoint, as {inside.parent}, or for a study all of them, as {path / '*'}"
             raise FileNotFoundError(f"no patch, checkpoint, store or run in {target}{advice}")
         return "checkpoint", target
     if not path.exists():
