@@ -155,15 +155,22 @@ def test_an_offer_that_was_put_just_too_late_does_not_count(store: Store) -> Non
 
 
 @pytest.mark.parametrize("anchor_every", [2, 100])
-def test_a_newcomer_starts_from_the_last_committed_round(store: Store, anchor_every: int) -> None:
-    """From an anchor, or from the run's first state and all rounds since; what it held before does not matter."""
+def test_a_newcomer_starts_from_the_last_committed_round(
+    store: Store, caplog: pytest.LogCaptureFixture, anchor_every: int
+) -> None:
+    """From an anchor, or from the run's first state and all rounds since; what it held before does not matter.
+
+    It is told so: who meant to begin a run anew has named a store with an old one.
+    """
     first = Trainer(store, 0, late_after=0, anchor_every=anchor_every)
     enter(first)
     first.rounds(3)
     new = Trainer(store, 1, late_after=20)
     with torch.no_grad():
         new.model.b[3] += anchor_every == 2
+    assert not caplog.records
     enter(new)
+    assert "rank 1: goes on from round 3 of the run in" in caplog.text
     assert (new.loco.round, new.theta, bits(trainable(new.model))) == (3, first.theta, bits(trainable(first.model)))
     assert not any(any(kept) for kept in new.residual.values())
     fine(together(new.rounds, in_turn(lambda: wait_for_offer(store, 4, 1), first.rounds)))

@@ -134,6 +134,14 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None:
             masters.fold()
             trainer.inner_steps = 0
         _replay(meeting, trainer, meeting.end_round(trainer, [], Timings()))
+    if trainer.round and not round:
+        log.warning(
+            "rank %d: goes on from round %d of the run in %s, and not from what its model held: a new run needs "
+            "another store",
+            meeting.rank,
+            trainer.round,
+            board.store.url,
+        )
     if look.later:
         round = trainer.round + 1
         pruned = ObjectNotFoundError(f"round {round} was pruned meanwhile", url=board.store.url)
