@@ -361,6 +361,7 @@ TABLES: dict[str, tuple[bytes | Callable[[], bytes], str]] = {  # large ones are
     "other keys": (compress(b'{"tensors":[],"tied":{},"x":1}'), "broken table"),
     "deep": (compress(b'{"tensors":' + b"[" * 100_000), "broken table"),
     "twice": (table([["a", "U8", [], []], ["a", "U8", [], []]]), "each name once"),
+    "twice, said before boxes are looked at": (table([["a", "U8", [4], [[[2], [3]]]]] * 2), "each name once"),
     "no name": (table([["", "U8", [], []]]), "names of 1 to 1024 bytes"),
     "long name": (table([["x" * 1025, "U8", [], []]]), "names of 1 to 1024 bytes"),
     "long alias": (table([["a", "U8", [], []]], {"x" * 1025: "a"}), "names of 1 to 1024 bytes"),

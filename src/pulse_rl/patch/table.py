@@ -97,9 +97,13 @@ def _read(data: bytes) -> tuple[Table, dict[str, str]]:
         raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {count}")
     if sum(len(row[0]) * len(row[4]) for row in table.tensors) > MAX_TABLE_NBYTES:
         raise PatchFormatError(f"table: expected names of at most {MAX_TABLE_NBYTES} bytes together, found more")
+    named = [list(names_of(row[0], row[4])) for row in table.tensors]
+    known = {name for some in named for name in some}
+    if len(known) < count:  # before anything that takes longer: zstd makes a table of equal rows tiny
+        raise PatchFormatError("table: expected each name once")
     total = 0
     entries = list[Entry]()
-    for pattern, dtype, shape, rows, numbers in table.tensors:
+    for some, (pattern, dtype, shape, rows, numbers) in zip(named, table.tensors, strict=True):
         if (
             dtype not in ITEMSIZES
             or len(shape) > safetensors_header.MAX_DIMENSIONS
@@ -112,15 +116,11 @@ def _read(data: bytes) -> tuple[Table, dict[str, str]]:
         boxes = tuple(Box(*row) for row in rows) or (whole(shape),)
         if rows:
             _check_boxes(pattern, shape, boxes)
-        entries += [Entry(name, dtype, shape, boxes) for name in names_of(pattern, numbers)]
+        entries += [Entry(name, dtype, shape, boxes) for name in some]
     entries.sort()
-    names = [entry.name for entry in entries]
-    if any(a == b for a, b in zip(names, names[1:], strict=False)):
-        raise PatchFormatError("table: expected each name once")
-    for name in [*names, *table.tied]:
+    for name in [*known, *table.tied]:
         if not name or len(name.encode()) > safetensors_header.MAX_NAME_NBYTES:
             raise PatchFormatError(f"table: expected names of 1 to {safetensors_header.MAX_NAME_NBYTES} bytes")
-    known = set(names)
     for alias, owner in table.tied.items():
         if alias in known or owner in table.tied:
             raise PatchFormatError(f"table: {alias!r} is tied to {owner!r}, which does not stand for it")
