@@ -1,6 +1,7 @@
 """What the tests of the cache share: objects behind a web server, a count of requests, and processes that read."""
 
 import contextlib
+import math
 import os
 import random
 import time
@@ -37,7 +38,7 @@ def data_of(number: int, nbytes: int) -> bytes:
 def reading(url: str, directory: Path, nbytes: int) -> CachedStore:
     store = pulse.open_store(url, cache=directory, cache_nbytes=nbytes)
     assert isinstance(store, CachedStore)
-    unwrapped(store)._streams_whole = True  # type: ignore[attr-defined]  # a download is one request, to be counted
+    unwrapped(store)._parts_after = math.inf  # type: ignore[attr-defined]  # a download is one request, to be counted
     return store
 
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +19,7 @@ import pulse_rl as pulse
 from pulse_rl.errors import CannotReadRangeError, ObjectNotFoundError
 from pulse_rl.store import remote
 from pulse_rl.store.base import RangedStore, Store
-from pulse_rl.store.objects import ObjectStore
+from pulse_rl.store.objects import WHOLE_S, ObjectStore
 from pulse_rl.store.patient import patient, unwrapped
 from pulse_rl.store.ranges import REQUEST_NBYTES, REQUESTS_AT_ONCE, plan_requests, read_range, read_ranges
 from pulse_rl.store.remote import CloudStore, RemoteStore
@@ -197,13 +198,15 @@ class _Hostile(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     requests: ClassVar[list[tuple[str, bool]]] = []  # the name in each, and whether a range was in it
+    pages: ClassVar[list[int]] = []  # one, until it is sent in place of a part
 
     def do_GET(self) -> None:
         way, wanted = self.path.rpartition("/")[2], re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         type(self).requests.append((way, wanted is not None))
         start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, len(DATA))
         body, status, says = DATA[start:stop], 206 if wanted else 200, f"bytes {start}-{stop - 1}/{len(DATA)}"
-        if wanted and way == "ignored":
+        if wanted and (way == "ignored" or (way == "a-page-once" and start == 40_000 and self.pages)):
+            self.pages.clear()
             body, status = DATA, 200
         elif wanted and way in ("short", "short-and-says-so"):
             body = body[:-1]
@@ -237,6 +240,7 @@ def hostile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     port = server.server_address[1]
     servers.use_s3(monkeypatch, port)
     _Hostile.requests.clear()
+    _Hostile.pages[:] = [1]
     yield pulse.open_store(f"http://127.0.0.1:{port}/run" if request.param == "http" else "s3://bucket/run")  # type: ignore[misc]
     server.shutdown()
     server.server_close()
@@ -270,6 +274,23 @@ def test_a_server_that_ignores_ranges(hostile: RangedStore) -> None:
     with pytest.raises(CannotReadRangeError) as raised:
         hostile.read_range("ignored", 0, 1)
     assert (raised.value.url, raised.value.name) == (hostile.url, "ignored")
+
+
+def test_a_page_in_place_of_a_part_is_forgotten(hostile: RangedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a proxy: the object is read all the same, and after a while by several requests again."""
+    monkeypatch.setattr(remote, "RANGE_NBYTES", 20_000)
+
+    def requests() -> list[bool]:
+        """Whether a range was in each request of one reading."""
+        _Hostile.requests.clear()
+        assert b"".join(hostile.stream("a-page-once")) == DATA
+        return [ranged for _, ranged in _Hostile.requests]
+
+    assert requests() == [True, True, True, False]
+    assert requests() == [False]
+    later = time.monotonic() + WHOLE_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert requests() == [True, True, True]
 
 
 @pytest.mark.parametrize("what", ["drop", "truncate", 503])

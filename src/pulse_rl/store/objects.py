@@ -5,6 +5,7 @@ retries. This file turns its exceptions into ours.
 """
 
 import builtins
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
@@ -20,6 +21,7 @@ from pulse_rl.store.requests import ignores_range, is_beyond, is_missing, may_pa
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 CHUNK_NBYTES = 1 << 20  # of a range: obstore takes three times as long to join larger ones
+WHOLE_S = 300.0  # for which no range is asked of a server that has ignored one: it may have been a proxy's page
 PARTS_AT_ONCE = 3  # parts in memory during a write; obstore's default of 12 takes 100 MB where the disk is slow
 
 
@@ -28,7 +30,7 @@ class ObjectStore:
 
     def __init__(self, inner: Any, url: str) -> None:
         self._inner = inner
-        self._ignores_ranges = False  # whether its server has sent a whole object in spite of a range
+        self._ranges_after = 0.0  # monotonic: its server has sent a whole object in spite of a range
         self.url = url
         self._lock = Lock()
         self._tested = False  # whether mode="create" can be relied on
@@ -102,13 +104,14 @@ class ObjectStore:
             return memoryview(b"")
         with self._translated("read", name):
             inner = self._open_existing(name)
-            if self._ignores_ranges:
+            if time.monotonic() < self._ranges_after:
                 raise cannot_read_range(self, name)
             try:
                 found = self._read_range(inner, name, start, stop)
             except BaseError as error:
                 if ignores_range(error):
-                    self._ignores_ranges = start > 0  # from 0 on, the range may be the whole object
+                    if start:  # from 0 on, the range may be the whole object
+                        self._ranges_after = time.monotonic() + WHOLE_S
                     raise cannot_read_range(self, name) from None
                 if is_beyond(error):
                     raise wrong_size(self, name, start, stop, 0) from None

@@ -1,6 +1,7 @@
 """Stores on servers: the buckets of three clouds, and what a plain web server serves."""
 
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Literal
@@ -8,10 +9,10 @@ from typing import Literal
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, StoreError
+from pulse_rl.errors import CannotListError, CannotReadRangeError, ObjectExistsError, ObjectNotFoundError, StoreError
 from pulse_rl.parallel import ahead
 from pulse_rl.store.base import ObjectInfo, after, has_bytes, refused_without_cause
-from pulse_rl.store.objects import ObjectStore
+from pulse_rl.store.objects import WHOLE_S, ObjectStore
 from pulse_rl.store.ranges import REQUESTS_AT_ONCE, whole_range
 from pulse_rl.store.requests import ignores_range, is_beyond
 
@@ -27,19 +28,20 @@ class RemoteStore(ObjectStore):
     Over a distance, or to a service that bounds each connection, a single one brings a fraction of what the link could.
     """
 
-    _streams_whole = False  # whether its server has sent a whole object for its first part: then by one request
+    _parts_after = 0.0  # monotonic: its server has sent a whole object for its first part; until then by one request
 
     def stream_from(self, name: str, start: int) -> Iterator[memoryview]:
         with self._translated("read", name):
             inner, first = self._open_existing(name), start + RANGE_NBYTES
             found = None
             try:
-                if not self._streams_whole:
+                if time.monotonic() >= max(self._parts_after, self._ranges_after):
                     found = self._get_range(inner, name, start, first)
             except BaseError as error:
                 if not (ignores_range(error) or is_beyond(error)):
                     raise
-                self._streams_whole = ignores_range(error)
+                if ignores_range(error):
+                    self._parts_after = time.monotonic() + WHOLE_S
         if found is None:  # an empty object has no first part
             yield from after(super().stream_from(name, 0), start)
             return
@@ -48,7 +50,12 @@ class RemoteStore(ObjectStore):
         if first < size:
             ranges = ((at, min(at + RANGE_NBYTES, size)) for at in range(first, size, RANGE_NBYTES))
             most = min(REQUESTS_AT_ONCE, -(-(size - first) // RANGE_NBYTES))
-            yield from ahead(lambda one: self.read_range(name, *one), ranges, most, "pulse-range")
+            try:
+                for part in ahead(lambda one: self.read_range(name, *one), ranges, most, "pulse-range"):
+                    first += len(part)
+                    yield part
+            except CannotReadRangeError:  # something between, as a proxy, has sent a page: the rest by one request
+                yield from after(super().stream_from(name, 0), first)
 
 
 class CloudStore(RemoteStore):
