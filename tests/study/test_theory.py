@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint.shards import write_checkpoint
+from pulse_rl.study import values
 from pulse_rl.study.explain import theory
 from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources.checkpoints import Checkpoints
@@ -60,6 +61,15 @@ def test_chances_are_those_of_naive_loops() -> None:
     began = [np.mean([round(a / ulp) != round(b / ulp) for a, b in zip(before, after, strict=True)]) for ulp in ulps]
     assert theory.chances_spread(after - before, ulps) == pytest.approx(np.array(spread))
     assert theory.chances_centred(before, after, ulps) == pytest.approx(np.array(began))
+
+
+def test_a_zero_of_float64_changes_with_any_move() -> None:
+    """Its ULP is so small that a learning rate divided by it is no float64."""
+    ulps = values.ulps("F64")
+    assert ulps is not None
+    moves = np.array([1e-6, -1e-6])
+    assert theory.chances_centred(np.zeros(2), moves, ulps[:1]) == theory.chances_spread(moves, ulps[:1]) == 1.0
+    assert theory.chances_centred(moves, 2 * moves, ulps[:1]) == 1.0
 
 
 def trained(directory: Path, *, rounded: bool, warmup: int) -> Report:

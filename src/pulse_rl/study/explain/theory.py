@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLES = 1 << 14  # elements simulated
+SMALLEST = 1e-290  # ULP: any move crosses many such cells
 LONGEST = 4_000  # steps simulated before a move, and in one; later ones are taken to be like the last of them
 
 Reals = NDArray[np.float64]
@@ -89,4 +90,5 @@ def chances_centred(before: Positions | Reals, after: Positions | Reals, ulps: R
 
     before, after: how far they are from there, (n,).
     """
+    ulps = np.maximum(ulps, SMALLEST)  # a move overflows in cells of float64's smallest numbers: ∞ is not another ∞
     return np.array([(np.rint(before / ulp) != np.rint(after / ulp)).mean() for ulp in ulps])
