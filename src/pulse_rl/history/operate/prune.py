@@ -11,7 +11,6 @@ The beginning of a history only moves ahead. Whatever is before it and is not ke
 interrupted pruning, and the next one deletes it.
 """
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.history import heartbeat
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import PARTS, manifest_name, manifest_sequence, object_sequence
-from pulse_rl.history.operate.unfinished import delete_partial, partial_uploads
+from pulse_rl.history.operate.unfinished import dead_uploads, delete_partial
 from pulse_rl.history.reading import FaultLog
 from pulse_rl.history.search import find_anchors
 from pulse_rl.history.versions import newest_readable
@@ -110,9 +109,7 @@ class Retention:
         permanent = self._permanent(history, older, objects)
         deleted_manifests = [sequence for sequence in reversed(older) if sequence not in permanent]
         deleted_objects = [info for info in objects if _is_deleted(info, first, permanent)]
-        # Uploads are files: their times are this machine's, or a file server's. A dead one nobody writes to any more.
-        dead = time.time() - max(self.grace, UPLOADING_S)
-        partial = [info for info in partial_uploads(store) if info.modified < dead] if leftovers else []
+        partial = dead_uploads(store, max(self.grace, UPLOADING_S)) if leftovers else []
         beats = self._expired(store.list(heartbeat.PREFIX), manifests) if leftovers else []
         nbytes = sum(info.nbytes for info in (*deleted_objects, *partial, *beats))
         nbytes += sum(manifests[sequence].nbytes for sequence in deleted_manifests)

@@ -4,7 +4,9 @@ A directory keeps them beside their place, where no listing shows them. A bucket
 which cannot be listed through a store: a lifecycle rule of the bucket deletes them (AbortIncompleteMultipartUpload).
 """
 
+import os
 from contextlib import suppress
+from tempfile import TemporaryFile
 
 from pulse_rl.history import heartbeat
 from pulse_rl.history.manifest import manifest_sequence, object_sequence
@@ -22,6 +24,23 @@ def partial_uploads(store: Store) -> list[ObjectInfo]:
         return []
     found = [item for folder in FOLDERS for item in inner.unfinished(folder).items()]
     return sorted(info for info, name in found if _ours(name))
+
+
+def dead_uploads(store: Store, silent_s: float) -> list[ObjectInfo]:
+    """Those to which nobody has written for so many seconds.
+
+    Their times may be a file server's, whose clock can be behind this machine's: so a new file there tells the time.
+    """
+    if not (found := partial_uploads(store)):
+        return []
+    inner = unwrapped(store)
+    assert isinstance(inner, DirectoryStore)
+    try:
+        with TemporaryFile(dir=inner.path) as probe:
+            now = os.fstat(probe.fileno()).st_mtime
+    except OSError:
+        return []  # nor can anything be deleted here
+    return [info for info in found if info.modified < now - silent_s]
 
 
 def delete_partial(store: Store, name: str) -> None:
