@@ -1,5 +1,7 @@
 """What a user's text for a store means. A slip in a URL must not publish into the working directory."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,13 @@ def test_paths_that_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (tmp_path / place / "manifests").is_dir()
     assert kind_of("~/run") == ("store", str(tmp_path / "home" / "run"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "other", "shared", "step:3"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
+def test_a_directory_whose_name_is_no_utf8_has_one_url(tmp_path: Path) -> None:
+    store = pulse.open_store(tmp_path / os.fsdecode(b"run-\xff"))
+    store.put("patches/x", b"x")
+    assert bytes(pulse.open_store(store.url).get("patches/x")) == b"x"
 
 
 def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
 from pulse_rl.engines.states import Follow
 from pulse_rl.errors import StoreError, printable
-from pulse_rl.store.urls import as_path, is_url
+from pulse_rl.store.urls import as_path, is_url, path_in
 
 STORE, PUBLIC_KEY, CACHE = "PULSE_RL_STORE", "PULSE_RL_PUBLIC_KEY", "PULSE_RL_CACHE"
 
@@ -56,7 +56,7 @@ def _place(text: str) -> str:
         parts = urlsplit(text)
         if parts.scheme != "file":
             return text.rstrip("/")
-        text = unquote(parts.path)  # as the store is opened
+        text = path_in(parts.path)  # as the store is opened
     return str(Path(os.path.realpath(as_path(text))))
 
 

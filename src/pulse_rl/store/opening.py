@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, MemoryStore
@@ -14,7 +14,7 @@ from pulse_rl.store.directory import DirectoryStore
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.remote import CLOUDS, CloudStore, WebStore
 from pulse_rl.store.requests import CLIENT, RETRY, client_of, one_line
-from pulse_rl.store.urls import as_path, is_url, refusal
+from pulse_rl.store.urls import as_path, is_url, path_in, refusal
 
 
 def open_store(url: str | Path, *, cache: bool | str | Path = False, cache_nbytes: int = CACHE_NBYTES) -> Store:
@@ -73,7 +73,7 @@ def _open(url: str | Path) -> Store:
         raise refusal(text)
     parts = urlsplit(text)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
-        return _open_directory(Path(unquote(parts.path)))
+        return _open_directory(Path(path_in(parts.path)))
     if parts.scheme == "memory" and not parts.netloc and parts.path in ("", "/"):
         return ObjectStore(MemoryStore(), "memory://")
     if parts.scheme in (*CLOUDS, "http", "https") and parts.hostname and not (parts.query or parts.fragment):

@@ -1,7 +1,9 @@
 """What a user's text for a store means: a path, a URL, or a URL with a slip in it, which must make no directory."""
 
+import os
 import re
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 from pulse_rl.errors import without_secrets
 
@@ -26,6 +28,11 @@ def as_path(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ValueError(f"expected a path, found {text!r}, and no such home directory is known") from None
+
+
+def path_in(quoted: str) -> str:
+    """The path in a file URL, as `Path.as_uri` has quoted it: its bytes need not be UTF-8."""
+    return os.fsdecode(unquote_to_bytes(quoted))
 
 
 def refusal(text: str) -> ValueError:
