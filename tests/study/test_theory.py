@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.study import values
 from pulse_rl.study.explain import theory
+from pulse_rl.study.explain.forecast import Forecast
+from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources.checkpoints import Checkpoints
 from pulse_rl.study.verb import study
@@ -70,6 +72,16 @@ def test_a_zero_of_float64_changes_with_any_move() -> None:
     moves = np.array([1e-6, -1e-6])
     assert theory.chances_centred(np.zeros(2), moves, ulps[:1]) == theory.chances_spread(moves, ulps[:1]) == 1.0
     assert theory.chances_centred(moves, 2 * moves, ulps[:1]) == 1.0
+
+
+def test_a_warmup_that_is_longer_than_what_is_simulated() -> None:
+    """The rate goes on rising, and moves with it."""
+    numbers = [4_000, 4_001, 8_001, 8_002]
+    forecast = Forecast(Timeline(numbers), Settings(lr=1e-6, betas=BETAS, warmup=10_000))
+    assert forecast.lr == pytest.approx([4.001e-7, 8.002e-7])
+    one, two = (forecast.chances(step, np.array([4e-6 * rate])) for step, rate in enumerate((0.4001, 0.8002)))
+    assert two == pytest.approx(one, rel=0.01)
+    assert one.min() > 0
 
 
 def trained(directory: Path, *, rounded: bool, warmup: int) -> Report:

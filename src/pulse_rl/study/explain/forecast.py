@@ -20,15 +20,21 @@ class Forecast:
         bases = [timeline.numbers[base] for base, _ in timeline.steps]
         early = [min(base, theory.LONGEST) for base in bases]
         self._ends = [(base, base + stride) for base in early]  # optimizer steps before and after, as simulated
-        self._lr = settings.lr
         self._positions = theory.simulate(
             settings.betas, [number for ends in self._ends for number in ends], settings.warmup
         )
-        factors = [[theory.warmup_factor(settings.warmup, base + n + 1) for n in range(stride)] for base in early]
-        self.lr = [settings.lr * sum(each) / stride for each in factors]  # mean of each step
+
+        def factor(base: int) -> float:
+            """The mean learning rate of a step, as a fraction of the full one."""
+            return sum(theory.warmup_factor(settings.warmup, base + n + 1) for n in range(stride)) / stride
+
+        self.lr = [settings.lr * factor(base) for base in bases]  # mean of each step
+        # Of simulated positions. A warm-up may go on beyond what is simulated: moves are as much larger by then.
+        self._scales = [settings.lr * (factor(base) / factor(few)) for base, few in zip(bases, early, strict=True)]
+        last = [settings.lr * theory.warmup_factor(settings.warmup, base + stride) for base in bases]
         self._farthest = [
-            np.array([settings.lr * each[-1] * theory.farthest(settings.betas, base, base + stride)])
-            for base, each in zip(bases, factors, strict=True)
+            np.array([lr * theory.farthest(settings.betas, base, base + stride)])
+            for base, lr in zip(bases, last, strict=True)
         ]
 
     def chances(self, step: int, ulps: Reals) -> Reals:
@@ -68,5 +74,5 @@ class Forecast:
 
     def _masters(self, step: int) -> tuple[Reals, Reals]:
         """Where the simulated masters are before and after a step, (SAMPLES,) each."""
-        before, after = (self._lr * self._positions[number].astype(np.float64) for number in self._ends[step])
+        before, after = (self._scales[step] * self._positions[number].astype(np.float64) for number in self._ends[step])
         return before, after
