@@ -1,6 +1,7 @@
 """Trainers that hold one model in shares, on four ranks over Gloo, against one that holds all of it."""
 
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.sharded import ShardedTrainers, load_shares, shared_digest, shares, whole
+from pulse_rl.flow.training.versions import PolicyHistory
 from pulse_rl.group.collectives import Group
 from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout
@@ -115,3 +117,23 @@ def _go_on(group: Any, rank: int, size: int) -> tuple[bool, bool]:
 
 def test_a_trainer_goes_on_from_its_share_to_the_same_bits(ranks: Ranks) -> None:
     assert good(ranks(_go_on, RANKS)) == [(True, True)] * RANKS
+
+
+def _continue(group: Any, rank: int, size: int, url: str) -> tuple[int, int, bool]:
+    sharded = Sharded()
+    first = PolicyHistory(RECIPE, url, {}, {}, resumed=False)
+    first.resume()
+    first.begin(0, sharded.model)
+    sharded.step(rank, 0)
+    first.publish(1, sharded.model)
+    again = PolicyHistory(RECIPE, url, {}, {}, resumed=True)
+    again.resume()
+    again.begin(1, sharded.model)
+    began = again.newest
+    sharded.step(rank, 1)
+    again.publish(2, sharded.model)
+    return began, again.newest, again.digest == again.digest_of(sharded.model)
+
+
+def test_a_history_that_ends_with_their_weights_goes_on_after_them(ranks: Ranks, tmp_path: Path) -> None:
+    assert good(ranks(_continue, RANKS, str(tmp_path))) == [(1, 2, True)] * RANKS

@@ -32,6 +32,7 @@ class PolicyHistory:
         self, policy: PolicyRecipe, url: str, assets: dict[str, bytes], views: Mapping[str, View], *, resumed: bool
     ) -> None:
         self.newest = 0  # the newest version published
+        self.digest = ""  # of it
         self._policy = policy
         self._views = views
         self._resumed = resumed
@@ -47,11 +48,6 @@ class PolicyHistory:
         self._assets = assets
         self._found: int | None = None
         self._damage: str | None = None
-
-    @property
-    def digest(self) -> str:
-        """Of the newest version."""
-        return str(self._publisher.digest)
 
     def resume(self) -> str | None:
         """Find the newest version of the history. Returns what is damaged there, if anything is.
@@ -72,8 +68,9 @@ class PolicyHistory:
 
         Where the history is damaged, it is a full checkpoint. Raises BaseMismatchError if a view has another form now.
         """
-        if self._found is not None and self._damage is None and self._has(weights):
-            self.newest = self._found
+        head = None if self._damage else self._publisher.history.head()
+        if head is not None and self._has(head, weights):
+            self.newest, self.digest = head.version, head.digest
         else:
             self.newest = 0 if self._found is None else self._after(self._found, step)
             self._publish(step, weights, anchor=self._damage is not None)
@@ -90,13 +87,11 @@ class PolicyHistory:
             return shared_digest(self._group, weights, CAST)
         return digest(layout(weights, CAST))
 
-    def _has(self, weights: Weights) -> bool:
-        """Whether the newest version has these weights in all views. A run that is resumed may have a new view."""
-        if self.digest_of(weights) != self.digest:
-            return False
-        head = self._publisher.history.head()
-        held = {name: entry.form for name, entry in head.views.items()} if head else {}
-        return all(held.get(name) == repr(view) for name, view in self._views.items())
+    def _has(self, head: Any, weights: Weights) -> bool:
+        """Whether a version has these weights in all views. A run that is resumed may have a new view."""
+        held = {name: entry.form for name, entry in head.views.items()}
+        same = all(held.get(name) == repr(view) for name, view in self._views.items())
+        return self.digest_of(weights) == head.digest and same
 
     def _after(self, version: int, step: int) -> int:
         """The next version: the number of rounds done, or one more than the last version where that is higher."""
@@ -104,4 +99,6 @@ class PolicyHistory:
 
     def _publish(self, step: int, weights: Weights, **options: Any) -> PublishReport:
         noted = {"step": step}  # after a crash versions go on, and steps are repeated
-        return self._publisher.publish(weights, version=self.newest, assets=self._assets, metadata=noted, **options)
+        report = self._publisher.publish(weights, version=self.newest, assets=self._assets, metadata=noted, **options)
+        self.digest = report.digest
+        return report
