@@ -100,7 +100,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 
     def attend(self, worker: Any) -> None:
         """Be told when a worker sleeps, from its first call on: before it, nothing is known of the weights."""
-        if self._attended:
+        if self._attended or not hasattr(worker, "sleep"):  # not every platform's can
             return
         self._attended = True
         sleep, wake_up = worker.sleep, worker.wake_up
