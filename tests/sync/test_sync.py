@@ -209,6 +209,25 @@ def test_a_store_that_lost_the_history_under_its_publisher(
     assert sorted(run.rglob("manifests/*")) == before
 
 
+def test_a_run_that_was_begun_anew_to_the_same_number_is_another_one(tmp_path: Path, trainee: Trainee) -> None:
+    """For a publisher without a baseline, as of weights that are cut otherwise, that is to write an anchor alone."""
+    publisher, run = trainee.published(tmp_path / "run", 2), tmp_path / "run"
+    shutil.rmtree(run)
+    trainee.published(run, 2)
+    parts = {
+        name: [
+            pulse.Shard(part, shape=weight.shape, offset=(start, *(0 for _ in weight.shape[1:])))
+            for start, part in ((0, weight[:1]), (1, weight[1:]))
+        ]
+        for name, weight in trainee.weights.items()
+        if weight.ndim and len(weight) > 1
+    }
+    before = sorted(run.rglob("manifests/*"))
+    with pytest.raises(pulse.StoreError, match="another publisher"):
+        publisher.publish({**trainee.weights, **parts}, version=9, anchor=True)
+    assert sorted(run.rglob("manifests/*")) == before
+
+
 def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other commits after this one has looked, before this one commits: put-if-absent decides."""
     first = trainee.published(store)
