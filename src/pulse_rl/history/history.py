@@ -180,7 +180,11 @@ class History(Versions):
         with suppress(IntegrityError):  # where it is damaged, the manifests alone say where the history ends
             following = self.first()  # all manifests after a pruning may be lost
         following = max([following, *(sequence + 1 for sequence in sequences[-1:])])
-        return following, newest_readable(self, sequences)
+        found = newest_readable(self, sequences)
+        if found is not None and not holds(self.store, self._whole(found.sequence).manifest):
+            self.forget()  # it was known by its number, and the history was begun anew
+            found = newest_readable(self, sequences)
+        return following, found
 
     @property
     def signs(self) -> bool:

@@ -12,7 +12,6 @@ import msgspec
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor_share import names_where_ties_differ
-from pulse_rl.history.history import holds
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
@@ -128,9 +127,6 @@ class Position:
         skip_rebuild = self.baseline is None and anchor
         if skip_rebuild:
             sequence, head = self._history.end()
-            if head is not None and not holds(self._history.store, head):  # it was known by its number
-                self._history.forget()
-                sequence, head = self._history.end()
             self.check_end(head)
             check_key(self._history, head, sequence)
         else:
