@@ -160,7 +160,7 @@ def test_a_newcomer_starts_from_the_last_committed_round(
 ) -> None:
     """From an anchor, or from the run's first state and all rounds since; what it held before does not matter.
 
-    It is told so: who meant to begin a run anew has named a store with an old one.
+    A warning says so, because a user who wanted a new run may have named the store of an old one.
     """
     first = Trainer(store, 0, late_after=0, anchor_every=anchor_every)
     enter(first)

@@ -51,14 +51,14 @@ class Outside(NamedTuple):
 
 def is_stopped(ranks: Sequence[RankState]) -> bool:
     """Whether the engine must not generate before an update has succeeded: replicas that differ must not, either."""
-    differ = len({(rank.version, rank.digest) for rank in ranks}) > 1
-    return any(rank.stopped for rank in ranks) or (differ and not any(rank.working for rank in ranks))
+    differ = len(_versions(ranks)) > 1 and not any(rank.working for rank in ranks)
+    return differ or any(rank.stopped for rank in ranks)
 
 
 def merge(ranks: Sequence[RankState], outside: Outside) -> EngineState:
     """What an engine holds. ranks: its processes, by rank."""
     first = ranks[0]
-    held = {(rank.version, rank.digest) for rank in ranks}
+    held = _versions(ranks)
     version, digest = next(iter(held)) if len(held) == 1 else (None, None)
     working = any(rank.working for rank in ranks)
     prepared = _prepared(ranks)
@@ -85,7 +85,7 @@ def merge(ranks: Sequence[RankState], outside: Outside) -> EngineState:
 def _prepared(ranks: Sequence[RankState]) -> Prepared | None:
     """What all ranks have staged."""
     found = [rank.prepared for rank in ranks if rank.prepared is not None]
-    if len(found) < len(ranks) or _differ(found):
+    if len(found) < len(ranks) or len(_versions(found)) > 1:
         return None
     return msgspec.structs.replace(
         max(found, key=lambda each: ("none", "patches", "anchor").index(each.route)),
@@ -103,14 +103,15 @@ def _mapped(ranks: Sequence[RankState]) -> Mapped | None:
     return msgspec.structs.replace(found[0], seconds=max(each.seconds for each in found))
 
 
-def _differ(staged: Sequence[Prepared]) -> bool:
-    return len({(each.version, each.digest) for each in staged}) > 1
+def _versions(found: Sequence[RankState] | Sequence[Prepared]) -> set[tuple[int | None, str | None]]:
+    """The versions that ranks hold or have staged, each with its digest."""
+    return {(each.version, each.digest) for each in found}
 
 
 def _failure(ranks: Sequence[RankState]) -> Failure | None:
     """The failure that explains the others: an ExchangeError says that another rank has failed."""
     found = [rank.failure for rank in ranks if rank.failure is not None]
-    if not found and _differ([rank.prepared for rank in ranks if rank.prepared is not None]):
+    if not found and len(_versions([rank.prepared for rank in ranks if rank.prepared is not None])) > 1:
         message = "a version came while its replicas staged the newest: stage again"
         return Failure("stage", BUSY, message, temporary=True)
     return next((each for each in found if each.kind != "ExchangeError"), found[0] if found else None)

@@ -3,8 +3,8 @@
 A round ends after `sync_every` steps of the optimizer that the context was made with. Steps of another one on the same
 parameters would be counted by nobody and end no round, so they are refused, as is a second context on the same
 parameters, whose rounds would end in the same steps. An optimizer that wraps the context's, or is wrapped by it, takes
-the same step with it and is let through. Where a context is made and not entered by the first step
-of what would be its second round, a warning says so.
+the same step with it and is let through. If a context was made and not entered, a warning is logged at the first step
+of what would be its second round.
 """
 
 import sys
@@ -21,7 +21,8 @@ from pulse_rl.weights.names import named_parameters
 log = logger(__name__)
 
 _entered: list["InnerSteps"] = []  # of the contexts that are entered, in this process
-# Of models whose context is made and not entered: steps until that is said. A first one may only make Adam's state.
+# Models whose context was made and not entered, and how many steps are left until a warning: at first one more than
+# a round has, because a single step may only initialise Adam's state.
 _awaited: dict[weakref.ref[torch.nn.Module], int] = {}
 
 

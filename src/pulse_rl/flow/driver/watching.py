@@ -75,9 +75,10 @@ class RunSource:
         """Each policy in a line, and the summary, as the last look has found it."""
         result = self._result
         state = "going on" if self._going_on else "stopped" if result is None else "ended"
-        lines, workers = [], [one["facts"] for one in self._shown()["workers"].values()]
+        lines, shown = [], [one["facts"] for one in self._shown()["workers"].values()]
         for name in self._recipe.trained:
             newest = self._series[name].last.get("version")
+            workers = shown
             if result is not None:  # what the driver has shown last is older
                 workers = [{"policies": {name: one}} for one in result["policies"][name]["workers"]]
             behind = [self._behind(name, facts) for facts in workers]
